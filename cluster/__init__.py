@@ -1,0 +1,1 @@
+"""The ground both pools and the router stand on."""

@@ -1,0 +1,1 @@
+"""KV blocks: identity, ownership, storage and the links that move them."""

@@ -1,0 +1,1 @@
+"""The model: loading, attention over paged KV, steps, sampling."""

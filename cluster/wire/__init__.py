@@ -1,0 +1,1 @@
+"""Typed messages and the authenticated sessions that carry them."""

@@ -1,0 +1,1 @@
+"""The decode pool: reserves, receives KV blocks, and generates."""

@@ -1,0 +1,1 @@
+"""The prefill pool: computes prompts and offers their KV blocks."""

@@ -1,0 +1,1 @@
+"""The front door: everything a client or a person touches."""
