@@ -1,0 +1,110 @@
+"""The prefill engine's core: scheduler and runner joined into turns of the engine thread.
+
+It promises that a block named by a step is not freed while the step runs, because commands take
+effect only between steps, and that a job to be handed off gets a reference of its own on its
+blocks before anyone can release them: the receiver of `Started` owns that reference. It knows
+nothing of sessions, links or Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cluster.clock import monotonic_s
+from cluster.kv.allocator import BlockLedger
+from cluster.loop import Turn
+from cluster.model.meter import EngineMeter
+from cluster.types import AttemptKey, GenerationJob
+from prefill.scheduler import PrefillScheduler, Progress, PromptDone, Started
+
+if TYPE_CHECKING:
+    from cluster.model.runner import LoadedEngine
+
+
+@dataclass(frozen=True, slots=True)
+class AddJob:
+    """Queue a prompt; with `hand_off` its blocks are kept for a transfer."""
+
+    job: GenerationJob
+    hand_off: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CancelJob:
+    """Drop a prompt wherever it is; unknown keys are ignored."""
+
+    key: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class Nudge:
+    """Blocks were freed outside the engine: look again whether something can start."""
+
+
+PrefillCommand = AddJob | CancelJob | Nudge
+PrefillEvent = Started | Progress | PromptDone
+
+
+class PrefillCore:
+    """EngineCore of a prefill worker; lives in the engine thread."""
+
+    def __init__(
+        self,
+        scheduler: PrefillScheduler,
+        ledger: BlockLedger,
+        load: Callable[[], LoadedEngine],
+    ) -> None:
+        """`load` is called in the engine thread, where all torch work belongs."""
+        self._scheduler = scheduler
+        self._ledger = ledger
+        self._load = load
+        self._hand_off: set[AttemptKey] = set()
+        self.loaded: LoadedEngine | None = None
+        self.meter = EngineMeter()
+
+    def open(self) -> None:
+        """Load the model and warm it up.
+
+        Raises:
+            ModelError: the model cannot be served.
+        """
+        self.loaded = self._load()
+
+    def handle(self, command: PrefillCommand) -> None:
+        """Apply a command between two steps."""
+        match command:
+            case AddJob(job, hand_off):
+                if hand_off:
+                    self._hand_off.add(job.key)
+                self._scheduler.add(job, monotonic_s())
+            case CancelJob(key):
+                self._hand_off.discard(key)
+                self._scheduler.cancel(key)
+            case Nudge():
+                pass
+
+    def step(self, now_s: float) -> Turn[PrefillEvent]:
+        """Schedule and run one step, if there is one to run."""
+        assert self.loaded is not None
+        plan = self._scheduler.schedule(now_s)
+        for started in plan.started:
+            if started.key in self._hand_off:
+                self._ledger.share(started.block_ids)
+        events: list[PrefillEvent] = list(plan.started)
+        if plan.batch is None:
+            return Turn(events, plan.wake_at_s)
+        result = self.loaded.runner.run(plan.batch)
+        done_s = monotonic_s()
+        outputs = self._scheduler.complete(plan.batch, result, done_s)
+        finished = [event for event in outputs if isinstance(event, PromptDone)]
+        self._hand_off.difference_update(event.key for event in finished)
+        self.meter.record(
+            num_tokens=plan.batch.num_tokens,
+            prefill_tokens=plan.batch.num_tokens,
+            generated_tokens=len(finished),
+            duration_s=result.duration_s,
+        )
+        events.extend(outputs)
+        return Turn(events, None if self._scheduler.is_idle else done_s)
