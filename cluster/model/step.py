@@ -90,10 +90,10 @@ class Runner(Protocol):
 def finish_reason(params: SamplingParams, num_output: int, token_id: int) -> FinishReason | None:
     """Say whether a generation ends with `token_id`, its `num_output`-th output token (1-based).
 
-    EOS and stop tokens win over the length limit when both apply. Before `min_tokens` tokens
-    exist the sampler has masked them, so they cannot end a generation here either.
+    EOS and stop tokens win over the length limit when both apply. While fewer than `min_tokens`
+    tokens exist the sampler masks them, so such a draw cannot end a generation here either.
     """
-    if num_output >= params.min_tokens and (
+    if num_output > params.min_tokens and (
         token_id in params.eos_token_ids or token_id in params.stop_token_ids
     ):
         return FinishReason.STOP
