@@ -1,20 +1,23 @@
-"""Which workers exist, as the platform says: membership, not liveness.
+"""Which workers the ingress may open sessions with, right now.
 
-Ray Serve's replica list (or `--local`) writes it, sessions read it. A worker that is listed may be
-dead already: that is for the sessions to find out. Everything here runs on the event loop.
+One directory per ingress process. Whoever knows the membership (Serve's replica list through
+`replica_choice.py`, or `--local`) replaces a role's list with `update`; subscribers are told the
+whole new membership, on the event loop, only when it changed. Knows addresses, not liveness:
+that is the sessions' business. Never waits and never opens a socket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
-from cluster.types import Role, WorkerAddress, WorkerId
+from cluster.types import Role, WorkerAddress
 
-Subscriber = Callable[[tuple[WorkerAddress, ...]], None]
+Subscriber: TypeAlias = Callable[[tuple[WorkerAddress, ...]], None]
 
 
 class WorkerDirectory:
-    """The current list and whoever wants to hear of changes."""
+    """The membership of both pools, with change notices."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -23,23 +26,24 @@ class WorkerDirectory:
 
     @property
     def current(self) -> tuple[WorkerAddress, ...]:
-        """All listed workers, ordered by id."""
-        everyone = [address for listed in self._by_role.values() for address in listed]
-        return tuple(sorted(everyone, key=lambda address: address.worker))
-
-    def find(self, worker: WorkerId) -> WorkerAddress | None:
-        """The listed address of a worker."""
-        return next((a for a in self.current if a.worker == worker), None)
+        """All members, prefill workers first, each pool in order of worker id."""
+        return self._by_role.get(Role.PREFILL, ()) + self._by_role.get(Role.DECODE, ())
 
     def update(self, role: Role, workers: tuple[WorkerAddress, ...]) -> None:
-        """Replace the list of one pool; subscribers hear of it only if it changed."""
-        if self._by_role.get(role, ()) == workers:
+        """Replace the members of one pool; a worker that is gone from it is draining or dead."""
+        members = tuple(sorted(workers, key=lambda address: (address.worker, address.incarnation)))
+        if members == self._by_role.get(role, ()):
             return
-        self._by_role[role] = workers
+        self._by_role[role] = members
         for subscriber in tuple(self._subscribers):
             subscriber(self.current)
 
-    def subscribe(self, subscriber: Subscriber) -> None:
-        """Hear of every change from now on, and of the current list at once."""
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Call `subscriber` with the current membership now and with every later one.
+
+        Returns:
+            A function that ends the subscription.
+        """
         self._subscribers.append(subscriber)
         subscriber(self.current)
+        return lambda: self._subscribers.remove(subscriber)
