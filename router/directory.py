@@ -1,23 +1,20 @@
-"""Which workers the ingress may open sessions with, right now.
+"""Which workers exist, as the platform says: membership, not liveness.
 
-One directory per ingress process. Whoever knows the membership (Serve's replica list through
-`replica_choice.py`, or `--local`) replaces a role's list with `update`; subscribers are told the
-whole new membership, on the event loop, only when it changed. Knows addresses, not liveness:
-that is the sessions' business. Never waits and never opens a socket.
+Ray Serve's replica list (or `--local`) writes it, sessions read it. A worker that is listed may be
+dead already: that is for the sessions to find out. Everything here runs on the event loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
 
-from cluster.types import Role, WorkerAddress
+from cluster.types import Role, WorkerAddress, WorkerId
 
-Subscriber: TypeAlias = Callable[[tuple[WorkerAddress, ...]], None]
+Subscriber = Callable[[tuple[WorkerAddress, ...]], None]
 
 
 class WorkerDirectory:
-    """The membership of both pools, with change notices."""
+    """The current list and whoever wants to hear of changes."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -26,24 +23,23 @@ class WorkerDirectory:
 
     @property
     def current(self) -> tuple[WorkerAddress, ...]:
-        """All members, prefill workers first, each pool in order of worker id."""
-        return self._by_role.get(Role.PREFILL, ()) + self._by_role.get(Role.DECODE, ())
+        """All listed workers, ordered by id."""
+        everyone = [address for listed in self._by_role.values() for address in listed]
+        return tuple(sorted(everyone, key=lambda address: address.worker))
+
+    def find(self, worker: WorkerId) -> WorkerAddress | None:
+        """The listed address of a worker."""
+        return next((a for a in self.current if a.worker == worker), None)
 
     def update(self, role: Role, workers: tuple[WorkerAddress, ...]) -> None:
-        """Replace the members of one pool; a worker that is gone from it is draining or dead."""
-        members = tuple(sorted(workers, key=lambda address: (address.worker, address.incarnation)))
-        if members == self._by_role.get(role, ()):
+        """Replace the list of one pool; subscribers hear of it only if it changed."""
+        if self._by_role.get(role, ()) == workers:
             return
-        self._by_role[role] = members
+        self._by_role[role] = workers
         for subscriber in tuple(self._subscribers):
             subscriber(self.current)
 
-    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Call `subscriber` with the current membership now and with every later one.
-
-        Returns:
-            A function that ends the subscription.
-        """
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Hear of every change from now on, and of the current list at once."""
         self._subscribers.append(subscriber)
         subscriber(self.current)
-        return lambda: self._subscribers.remove(subscriber)

@@ -9,6 +9,7 @@ pairs of workers are chosen by the routing policy.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -68,4 +69,5 @@ class TargetOrRefuse(RequestRouter):
         """Take Serve's list and publish it as the pool's membership."""
         super().update_replicas(replicas)
         found = (from_metadata(replica.replica_metadata) for replica in replicas)
-        DIRECTORY.update(self._role, tuple(address for address in found if address))
+        listed = sorted((address for address in found if address), key=attrgetter("worker"))
+        DIRECTORY.update(self._role, tuple(listed))
