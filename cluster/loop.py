@@ -12,16 +12,18 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from cluster.clock import monotonic_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 log = logging.getLogger(__name__)
 
 Command = TypeVar("Command", contravariant=True)
-Event = TypeVar("Event", covariant=True)
+Event = TypeVar("Event")
 C = TypeVar("C")
 E = TypeVar("E")
 

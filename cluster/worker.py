@@ -15,7 +15,6 @@ import secrets
 import traceback
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,6 +38,8 @@ from cluster.wire.messages import Accepted, Cancel, Failed, Message, Refused, Sn
 from cluster.wire.session import Identity, Session, SessionOptions, SessionServer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from cluster.model.meter import EngineMeter
 
 log = logging.getLogger(__name__)
@@ -112,9 +113,7 @@ class WorkerBase(ABC):
             layout={"fingerprint": self.settings.facts.fingerprint, **layout},
         )
         self._open_links(identity)
-        self._server = SessionServer(
-            identity, self, self.settings.session, host=self.settings.host
-        )
+        self._server = SessionServer(identity, self, self.settings.session, host=self.settings.host)
         control = await self._server.start()
         self.address = WorkerAddress(
             worker=self.settings.worker,
@@ -200,9 +199,7 @@ class WorkerBase(ABC):
         """An ingress connected: it must serve the same model."""
         theirs = session.peer.layout.get("fingerprint")
         if theirs is not None and theirs != self.settings.facts.fingerprint:
-            session.close(
-                f"fingerprint differs: {theirs} here {self.settings.facts.fingerprint}"
-            )
+            session.close(f"fingerprint differs: {theirs} here {self.settings.facts.fingerprint}")
             return
         self._ingresses[session] = None
         self._publish()

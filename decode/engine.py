@@ -7,19 +7,20 @@ a block named by a step is never freed while the step runs. It knows nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.clock import monotonic_s
 from cluster.loop import Turn
 from cluster.model.meter import EngineMeter
-from cluster.model.step import StepSlice
-from cluster.types import AttemptKey, BlockId, GenerationJob
-from decode.scheduler import DecodeScheduler, TokenOut
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cluster.model.runner import LoadedEngine
+    from cluster.model.step import StepSlice
+    from cluster.types import AttemptKey, BlockId, GenerationJob
+    from decode.scheduler import DecodeScheduler, TokenOut
 
 
 @dataclass(frozen=True, slots=True)

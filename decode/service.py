@@ -8,13 +8,9 @@ frees whatever it holds at that moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from cluster.clock import monotonic_s
-from cluster.errors import HandoffError
 from cluster.loop import EngineThread
-from cluster.model.meter import EngineMeter
 from cluster.types import (
     AttemptKey,
     BlockId,
@@ -25,14 +21,18 @@ from cluster.types import (
     WorkerState,
 )
 from cluster.wire.messages import Message, Refused, Reserve, Reserved, SubmitLocal
-from cluster.wire.session import Identity, Session
 from cluster.worker import JobEntry, LoadFigures, WorkerBase, WorkerSettings
 from decode.engine import AddLocal, Attach, CancelJob, DecodeCommand, DecodeCore, Nudge
 from decode.receiver import Receiver
 from decode.scheduler import DecodeScheduler, TokenOut
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cluster.errors import HandoffError
+    from cluster.model.meter import EngineMeter
     from cluster.model.runner import LoadedEngine
+    from cluster.wire.session import Identity, Session
 
 
 class DecodeService(WorkerBase):

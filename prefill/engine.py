@@ -8,19 +8,20 @@ nothing of sessions, links or Ray.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.clock import monotonic_s
-from cluster.kv.allocator import BlockLedger
 from cluster.loop import Turn
 from cluster.model.meter import EngineMeter
-from cluster.types import AttemptKey, GenerationJob
 from prefill.scheduler import PrefillScheduler, Progress, PromptDone, Started
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cluster.kv.allocator import BlockLedger
     from cluster.model.runner import LoadedEngine
+    from cluster.types import AttemptKey, GenerationJob
 
 
 @dataclass(frozen=True, slots=True)

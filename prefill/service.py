@@ -8,25 +8,26 @@ can still free what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.attempts import AttemptBook, Verdict
 from cluster.clock import monotonic_s
-from cluster.errors import HandoffError
 from cluster.loop import EngineThread
-from cluster.model.meter import EngineMeter
 from cluster.types import AttemptKey, PhaseRecord, TokenDelta, WorkerState
 from cluster.wire.messages import Message, Refused, SubmitPrefill
-from cluster.wire.session import Identity, Session
 from cluster.worker import JobEntry, LoadFigures, WorkerBase, WorkerSettings
 from prefill.engine import AddJob, CancelJob, Nudge, PrefillCommand, PrefillCore, PrefillEvent
 from prefill.handoff import Handoff
 from prefill.scheduler import PrefillScheduler, Progress, PromptDone, Started
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cluster.errors import HandoffError
+    from cluster.model.meter import EngineMeter
     from cluster.model.runner import LoadedEngine
+    from cluster.wire.session import Identity, Session
 
 MAX_QUEUE_S = 2.0  # predicted seconds of queued prompts before a busy worker refuses
 

@@ -8,10 +8,13 @@ time. Whoever frees something calls `notify`, and the head looks again: nothing 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from cluster.errors import CapacityError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 
 class WaitingLine:

@@ -9,9 +9,10 @@ number of its own, so the same object can be replayed from a decision log.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from cluster.types import WorkerId
+if TYPE_CHECKING:
+    from cluster.types import WorkerId
 
 MAX_PREFILL_QUEUE_S = 2.0  # predicted seconds queued on P; the rest waits at the ingress
 
@@ -136,9 +137,7 @@ class LeastLoaded:
         return Decision(self.name, kind, best.prefill, best.decode, degraded, candidates)
 
 
-def _candidate(
-    prefill: PrefillView | None, decode: DecodeView, request: RouteRequest
-) -> Candidate:
+def _candidate(prefill: PrefillView | None, decode: DecodeView, request: RouteRequest) -> Candidate:
     rate = decode.tokens_per_s if prefill is None else prefill.tokens_per_s
     queue_s = 0.0 if prefill is None else prefill.queue_s
     return Candidate(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from cluster.types import PhaseRecord, WorkerId
-from router.policy import Decision
+if TYPE_CHECKING:
+    from cluster.types import PhaseRecord, WorkerId
+    from router.policy import Decision
 
 MAX_RECORDS = 10_000
 TTFT_PHASES = frozenset(

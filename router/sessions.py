@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import HandshakeError, SessionClosedError
-from cluster.types import Role, TokenDelta, WorkerAddress, WorkerId, WorkerSnapshot
 from cluster.wire.messages import Failed, Message, Snapshot, Tokens
 from cluster.wire.session import Identity, Session, SessionOptions, connect
-from router.directory import WorkerDirectory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.types import Role, TokenDelta, WorkerAddress, WorkerId, WorkerSnapshot
+    from router.directory import WorkerDirectory
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,333 @@
+"""One (prompt, choice) of a client request: placed on workers, followed to its end.
+
+Owns the attempt's key, the journal and the duty to cancel: however a choice ends (finished, stop
+string, disconnect, deadline, lost worker), whatever workers may still hold for it is cancelled
+exactly then. It receives tokens through `accept` and never talks HTTP.
+
+    who is asked to cancel     prefill                        decode
+    before token 1             if submitted                   if reserved
+    after token 1, unfinished  while decode has sent nothing  yes
+    finished by prefill        no                             yes, its ticket is unused
+    finished by decode         no                             no
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from cluster.clock import monotonic_s
+from cluster.errors import (
+    CapacityError,
+    ContextLengthError,
+    DeadlineError,
+    DiptychError,
+    HandoffError,
+    NoDecodeWorkersError,
+    SessionClosedError,
+    WorkerLostError,
+)
+from cluster.types import (
+    AttemptKey,
+    FinishReason,
+    GenerationJob,
+    Role,
+    TokenDelta,
+    WorkerAddress,
+    WorkerId,
+)
+from cluster.wire.messages import (
+    Accepted,
+    Cancel,
+    Failed,
+    Message,
+    Refused,
+    Reserve,
+    Reserved,
+    SubmitLocal,
+    SubmitPrefill,
+)
+from router.journal import ChoiceJournal
+from router.records import AttemptRecord, RequestRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from router.generation import ChoiceDelta
+    from router.line import WaitingLine
+    from router.policy import Decision, Policy, RouteRequest, RoutingView
+    from router.sessions import WorkerSessions
+
+ANSWER_TIMEOUT_S = 5.0  # reserve and submit are answered at once by a live worker
+RECHECK_S = 1.0  # longest wait at the head of the line without news
+MIN_RECHECK_S = 0.01
+MAX_DECODE_CANDIDATES = 3
+
+
+class ChoiceHost(Protocol):
+    """What a choice needs of the flow around it."""
+
+    sessions: WorkerSessions
+    line: WaitingLine
+    policy: Policy
+
+    def view(self) -> RoutingView:
+        """What a policy may know, now."""
+
+    def register(self, choice: Choice) -> None:
+        """Tokens of `choice.key` go to it from now on; its charges count."""
+
+    def unregister(self, choice: Choice) -> None:
+        """Neither any more."""
+
+
+class Choice:
+    """The life of one internal request; `run` is its only task."""
+
+    def __init__(
+        self,
+        host: ChoiceHost,
+        job: GenerationJob,
+        index: int,
+        route: RouteRequest,
+        record: RequestRecord,
+        *,
+        deadline_s: float,
+        on_delta: Callable[[Choice, ChoiceDelta], None],
+    ) -> None:
+        """`deadline_s` is monotonic; `on_delta` is called with each run of new tokens."""
+        self.index = index
+        self.record = record
+        self.prefill: WorkerId | None = None
+        self.decode: WorkerId | None = None
+        self.phase = "queue"  # queue, prefill, handoff, decode: where a cancel finds it
+        self.journal = ChoiceJournal(index, job.sampling.max_tokens)
+        self._host = host
+        self._job = job
+        self._route = route
+        self._deadline_s = deadline_s
+        self._on_delta = on_delta
+        self._over = asyncio.Event()
+        self._error: DiptychError | None = None
+        self._decode_spoke = False
+        self._prefill_finished = False
+
+    @property
+    def key(self) -> AttemptKey:
+        """The current attempt."""
+        return self._job.key
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """Why it ended, once it has."""
+        return self.journal.finish
+
+    @property
+    def queued_prompt_tokens(self) -> int:
+        """Prompt tokens this choice still has queued or in compute on its prefill worker."""
+        return self._route.prompt_tokens if self.phase == "prefill" else 0
+
+    async def run(self) -> None:
+        """Place the choice and follow it to its end.
+
+        Raises:
+            DiptychError: why it did not finish; workers have been told to drop it.
+        """
+        try:
+            async with asyncio.timeout(self._deadline_s - monotonic_s()):
+                while not await self._place():
+                    self._next_attempt()
+                await self._over.wait()
+        except TimeoutError:
+            raise DeadlineError("the request's deadline passed") from None
+        finally:
+            self._withdraw()
+            self._host.unregister(self)
+        if self._error is not None:
+            raise self._error
+
+    # ---- what workers say -----------------------------------------------------------------------
+
+    def accept(self, worker: WorkerId, delta: TokenDelta, arrived_s: float) -> None:
+        """Take tokens of the current attempt; repeats and gaps are the journal's business."""
+        if self._over.is_set():
+            return
+        for phase in delta.phases:
+            self.record.place(phase, worker, arrived_s, delta.key.attempt)
+        if delta.cached_tokens is not None and self.index == 0:
+            self.record.cached_tokens = delta.cached_tokens
+        from_decode = worker == self.decode
+        if from_decode:
+            self._decode_spoke = True
+            self.phase = "decode"
+        elif self.phase == "prefill":
+            self.phase = "handoff"
+            self._host.line.notify()
+        if delta.finish is not None:
+            self._prefill_finished = not from_decode
+        readable = self.journal.record(delta.position, delta.token_ids, delta.finish)
+        if readable is None:
+            return
+        self._on_delta(self, readable)
+        if readable.finish is not None:
+            self._over.set()
+
+    def stop(self, reason: FinishReason, num_tokens: int) -> None:
+        """The text layer ended this choice at `num_tokens`: a stop string was found."""
+        finished_by_worker = self.journal.finish is not None
+        self.journal.stop(num_tokens, reason)
+        if not finished_by_worker:
+            self._over.set()
+            self._withdraw(finished_by_worker=False)
+
+    def failed(self, worker: WorkerId, failure: Failed) -> None:
+        """A worker gave this attempt up; prefill's word counts only until decode has spoken."""
+        if worker == self.prefill and self._decode_spoke:
+            return
+        error: DiptychError
+        if failure.code == DeadlineError.code:
+            error = DeadlineError(failure.message)
+        elif failure.code == WorkerLostError.code:
+            error = WorkerLostError(failure.message)
+        else:
+            error = HandoffError(failure.message)
+        self._end(error)
+
+    def worker_lost(self, worker: WorkerId, reason: str) -> None:
+        """A session ended; it matters only while this choice still needs that worker."""
+        if worker == self.decode and self.phase != "queue":
+            if not self._host.sessions.alive(Role.DECODE):
+                self._end(NoDecodeWorkersError(f"decode worker {worker} was lost: {reason}"))
+            else:
+                self._end(WorkerLostError(f"decode worker {worker} was lost: {reason}"))
+        elif worker == self.prefill and not self._decode_spoke and self.phase != "queue":
+            self._end(HandoffError(f"prefill worker {worker} was lost: {reason}"))
+
+    def _end(self, error: DiptychError) -> None:
+        if not self._over.is_set():
+            self._error = error
+            self._over.set()
+
+    # ---- placing --------------------------------------------------------------------------------
+
+    async def _place(self) -> bool:
+        """Reserve and submit; False asks for another try with a new attempt number."""
+        asked_s = monotonic_s()
+        async with self._host.line.turn():
+            decision, reserve_s = await self._reserve()
+        waited_s = monotonic_s() - asked_s - reserve_s
+        self.record.add_phase("admit", "ingress", asked_s, waited_s, self.key.attempt)
+        self.record.add_phase(
+            "reserve", decision.decode or "", asked_s + waited_s, reserve_s, self.key.attempt
+        )
+        self.record.decision = decision
+        reason = "retry" if self.record.attempts else "first"
+        self.record.attempts.append(AttemptRecord(decision.prefill, decision.decode, reason))
+        return decision.kind == "local" or await self._submit(decision)
+
+    async def _reserve(self) -> tuple[Decision, float]:
+        """At the head of the line: ask until some decode worker takes the job.
+
+        Returns the decision and how long the successful question took, seconds.
+        """
+        while True:
+            if not self._host.sessions.alive(Role.DECODE):
+                raise NoDecodeWorkersError("no decode worker is alive")
+            decision = self._host.policy.choose(self._host.view(), self._route)
+            retry_after_s = RECHECK_S
+            decodes = dict.fromkeys(c.decode for c in decision.candidates)
+            for decode in list(decodes)[:MAX_DECODE_CANDIDATES]:
+                asked_s = monotonic_s()
+                refused = await self._ask_decode(decode, decision)
+                if refused is None:
+                    return replace(decision, decode=decode), monotonic_s() - asked_s
+                self._judge(refused)
+                retry_after_s = min(retry_after_s, refused.retry_after_s or RECHECK_S)
+            await self._host.line.changed(max(MIN_RECHECK_S, retry_after_s))
+
+    async def _ask_decode(self, decode: WorkerId, decision: Decision) -> Refused | None:
+        """Reserve on one worker, or submit for local prefill. None means it took the job.
+
+        A job that ends with token 1 needs no room on a decode worker, so none is reserved.
+        """
+        self.prefill, self.decode = decision.prefill, decode
+        self._host.register(self)
+        if decision.kind == "split" and self._job.sampling.max_tokens == 1:
+            self.decode = None
+            return None
+        job = self._timed_job()
+        answer = await self._call(
+            decode, SubmitLocal(job) if decision.kind == "local" else Reserve(job)
+        )
+        if isinstance(answer, Reserved | Accepted):
+            if decision.kind == "local":
+                self.phase = "decode"
+            return None
+        self._host.unregister(self)
+        self.prefill = self.decode = None
+        if isinstance(answer, Refused):
+            return answer
+        # No answer: whatever became of the question, this attempt is over there.
+        self._host.sessions.send(decode, Cancel(self.key))
+        self._next_attempt()
+        return Refused(self.key, "worker_lost", f"{decode} did not answer", RECHECK_S)
+
+    async def _submit(self, decision: Decision) -> bool:
+        """Send the prompt to the prefill worker; the ticket is given back if it refuses."""
+        assert decision.prefill is not None
+        self.phase = "prefill"
+        answer: Message | None = None
+        target = self._target()
+        if target is not None or self.decode is None:
+            body = SubmitPrefill(self._timed_job(), target)
+            answer = await self._call(decision.prefill, body)
+        if isinstance(answer, Accepted) or self._over.is_set():
+            return True
+        if isinstance(answer, Refused):
+            self._judge(answer)
+        self._withdraw()
+        self._host.unregister(self)
+        self.phase = "queue"
+        if isinstance(answer, Refused):
+            await self._host.line.changed(min(RECHECK_S, answer.retry_after_s or RECHECK_S))
+        return False
+
+    def _target(self) -> WorkerAddress | None:
+        peer = None if self.decode is None else self._host.sessions.find(self.decode)
+        return None if peer is None else peer.address
+
+    async def _call(self, worker: WorkerId, body: Message) -> Message | None:
+        """Ask a worker; None when it is gone or does not answer."""
+        peer = self._host.sessions.find(worker)
+        if peer is None or peer.session is None:
+            return None
+        try:
+            return await peer.session.call(body, timeout_s=ANSWER_TIMEOUT_S)
+        except (SessionClosedError, DeadlineError):
+            return None
+
+    @staticmethod
+    def _judge(refused: Refused) -> None:
+        """A refusal for ever is the client's answer; one for now is a reason to wait."""
+        if refused.retry_after_s is not None:
+            return
+        if refused.code == ContextLengthError.code:
+            raise ContextLengthError(refused.reason)
+        raise CapacityError(refused.reason)
+
+    def _timed_job(self) -> GenerationJob:
+        return replace(self._job, deadline_s=max(0.0, self._deadline_s - monotonic_s()))
+
+    def _next_attempt(self) -> None:
+        key = AttemptKey(self.key.request, self.key.attempt + 1)
+        self._job = replace(self._job, key=key)
+
+    def _withdraw(self, *, finished_by_worker: bool = True) -> None:
+        """Tell the workers that may still hold something; see the table above."""
+        finished = self.journal.finish is not None and finished_by_worker
+        if self.decode is not None and not (finished and not self._prefill_finished):
+            self._host.sessions.send(self.decode, Cancel(self.key))
+        if self.prefill is not None and not self._decode_spoke and not finished:
+            self._host.sessions.send(self.prefill, Cancel(self.key))
+        self.prefill = self.decode = None
