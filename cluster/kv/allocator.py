@@ -94,10 +94,7 @@ class BlockLedger:
         """
         matched: list[BlockId] = []
         with self._lock:
-            for block_hash in hashes:
-                block = self._prefix.find(block_hash)
-                if block is None:
-                    break
+            for block in self._cached_run(hashes):
                 if self._prefix.is_parked(block):
                     if self._unpromised() + self._promise_of(ticket) < 1:
                         break
@@ -112,10 +109,7 @@ class BlockLedger:
     def peek(self, hashes: Sequence[BlockHash]) -> int:
         """Return the length of the longest cached run of `hashes`, taking no references."""
         with self._lock:
-            for index, block_hash in enumerate(hashes):
-                if self._prefix.find(block_hash) is None:
-                    return index
-        return len(hashes)
+            return len(self._cached_run(hashes))
 
     def register(self, block: BlockId, block_hash: BlockHash, parent: BlockHash | None) -> None:
         """Make a live, full block whose KV is written findable under its chain hash.
@@ -144,6 +138,46 @@ class BlockLedger:
             if blocks is not None:
                 self._refs.update(dict.fromkeys(blocks, 1))
             return blocks
+
+    def acquire(
+        self,
+        num_blocks: int,
+        hashes: Sequence[BlockHash] = (),
+        *,
+        ticket: AttemptKey | None = None,
+        spare_blocks: int = 0,
+    ) -> tuple[list[BlockId], int] | None:
+        """Match and allocate in one: all blocks of a sequence that is about to start.
+
+        Args:
+            num_blocks: blocks the sequence needs, at least as many as `hashes`.
+            hashes: chain of the blocks that may be taken from the cache.
+            ticket: promise to draw on first, as in `match` and `allocate`.
+            spare_blocks: room that must be left over for others.
+
+        Returns:
+            The live blocks in chain order and how many of them are cached ones; None, and no
+            change, when there is no room.
+        """
+        if num_blocks < len(hashes):
+            raise LedgerError(f"{len(hashes)} hashes cannot belong to {num_blocks} blocks")
+        with self._lock:
+            rows = self._cached_run(hashes)
+            revived = [row for row in rows if self._prefix.is_parked(row)]
+            fresh = num_blocks - len(rows)
+            room = self._unpromised() + self._promise_of(ticket)
+            if len(revived) + fresh + spare_blocks > room:
+                return None
+            for row in revived:
+                self._prefix.revive(row)
+                self._refs[row] = 0
+            for row in rows:
+                self._refs[row] += 1
+            self._draw(ticket, len(rows))
+            blocks = self._take(fresh, ticket)
+            assert blocks is not None, "drawing on a ticket never changes the room it gives"
+            self._refs.update(dict.fromkeys(blocks, 1))
+            return rows + blocks, len(rows)
 
     def begin_loading(
         self, transfer: Hashable, num_blocks: int, *, ticket: AttemptKey
@@ -251,6 +285,16 @@ class BlockLedger:
             raise LedgerError("the promises do not add up")
         if min(self._promises.values(), default=0) < 0 or self._unpromised() < 0:
             raise LedgerError("more blocks are promised than can be given")
+
+    def _cached_run(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """Return the rows of the longest cached run of `hashes`."""
+        rows: list[BlockId] = []
+        for block_hash in hashes:
+            row = self._prefix.find(block_hash)
+            if row is None:
+                break
+            rows.append(row)
+        return rows
 
     def _unpromised(self) -> int:
         """Blocks that can be given to anyone: free or cached, and set aside for nobody."""
