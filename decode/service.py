@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cluster.assembly import engine_loader, worker_settings
 from cluster.loop import EngineThread
 from cluster.types import (
     AttemptKey,
@@ -29,9 +30,12 @@ from decode.scheduler import DecodeScheduler, TokenOut
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cluster.config import Config
     from cluster.errors import HandoffError
+    from cluster.model.identity import ModelFolder
     from cluster.model.meter import EngineMeter
     from cluster.model.runner import LoadedEngine
+    from cluster.types import WorkerId
     from cluster.wire.session import Identity, Session
 
 
@@ -232,3 +236,13 @@ class DecodeService(WorkerBase):
             self.receiver.cancel(key)  # leaves the tombstone that refuses late repeats
         if ended:
             self.changed()
+
+
+def build(config: Config, folder: ModelFolder, worker: WorkerId, secret: bytes) -> DecodeService:
+    """Build the worker of a config; nothing is loaded before `start`.
+
+    Raises:
+        ModelError: the model's folder lacks what serving needs.
+    """
+    settings = worker_settings(config, folder, worker=worker, role=Role.DECODE, secret=secret)
+    return DecodeService(settings, engine_loader(config, folder, Role.DECODE))

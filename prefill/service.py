@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cluster.assembly import engine_loader, worker_settings
 from cluster.attempts import AttemptBook, Verdict
 from cluster.clock import monotonic_s
 from cluster.loop import EngineThread
-from cluster.types import AttemptKey, PhaseRecord, TokenDelta, WorkerState
+from cluster.types import AttemptKey, PhaseRecord, Role, TokenDelta, WorkerState
 from cluster.wire.messages import Message, Refused, SubmitPrefill
 from cluster.worker import JobEntry, LoadFigures, WorkerBase, WorkerSettings
 from prefill.engine import AddJob, CancelJob, Nudge, PrefillCommand, PrefillCore, PrefillEvent
@@ -24,9 +25,12 @@ from prefill.scheduler import PrefillScheduler, Progress, PromptDone, Started
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cluster.config import Config
     from cluster.errors import HandoffError
+    from cluster.model.identity import ModelFolder
     from cluster.model.meter import EngineMeter
     from cluster.model.runner import LoadedEngine
+    from cluster.types import WorkerId
     from cluster.wire.session import Identity, Session
 
 MAX_QUEUE_S = 2.0  # predicted seconds of queued prompts before a busy worker refuses
@@ -228,3 +232,13 @@ def _phases(event: PromptDone) -> tuple[PhaseRecord, ...]:
         PhaseRecord("prefill.queue", event.compute_s, event.queue_s),
         PhaseRecord("prefill.compute", 0.0, event.compute_s),
     )
+
+
+def build(config: Config, folder: ModelFolder, worker: WorkerId, secret: bytes) -> PrefillService:
+    """Build the worker of a config; nothing is loaded before `start`.
+
+    Raises:
+        ModelError: the model's folder lacks what serving needs.
+    """
+    settings = worker_settings(config, folder, worker=worker, role=Role.PREFILL, secret=secret)
+    return PrefillService(settings, engine_loader(config, folder, Role.PREFILL))
