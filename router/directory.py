@@ -43,3 +43,11 @@ class WorkerDirectory:
         """Hear of every change from now on, and of the current list at once."""
         self._subscribers.append(subscriber)
         subscriber(self.current)
+
+
+_PROCESS_DIRECTORY = WorkerDirectory()
+
+
+def process_directory() -> WorkerDirectory:
+    """The one directory of this process, for writers that somebody else constructs."""
+    return _PROCESS_DIRECTORY

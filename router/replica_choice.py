@@ -1,10 +1,10 @@
 """Serve's replica choice bent to our rule: the named worker, or nobody.
 
 Wraps the alpha `RequestRouter` interface of Ray Serve. A handle call carries `target`, the
-incarnation of a worker; it reaches exactly that replica or stays pending until its caller gives
-up: it never falls back to another one. Every replica list that Serve sends is also the
-membership of a pool, so it is copied into the process-wide `DIRECTORY`. Makes no decisions:
-pairs of workers are chosen by the routing policy.
+incarnation of a worker; it reaches exactly that replica or fails: it never falls back to another. Every replica list that Serve sends is also the
+membership of a pool, so it is copied into the process-wide directory. Makes no decisions: pairs
+of workers are chosen by the routing policy. Serve pickles this module's classes and globals by
+value into other processes, so shared state must live in, and be reached through, another module.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from cluster.errors import WorkerLostError
 from cluster.types import Incarnation, Role, WorkerAddress, WorkerId
-from router.directory import WorkerDirectory
-
-DIRECTORY = WorkerDirectory()  # of this ingress process; Serve creates the routers, not we
+from router.directory import process_directory
 
 
 def to_metadata(address: WorkerAddress) -> dict[str, str | int]:
@@ -57,17 +56,26 @@ class TargetOrRefuse(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """One rank with the named replica, or nothing."""
-        target = pending_request.kwargs.get("target") if pending_request else None
-        return [
-            [replica]
-            for replica in candidate_replicas
-            if replica.replica_metadata.get("incarnation") == target
-        ]
+        """The named replica alone; if it is not listed, the call fails at its caller.
+
+        Serve asks again at once, without a pause, when it gets an empty answer, so a refusal
+        settles the call's future and returns a candidate that Serve then finds unneeded.
+        """
+        if pending_request is None:
+            return [candidate_replicas]
+        target = pending_request.kwargs.get("target")
+        named = [r for r in candidate_replicas if r.replica_metadata.get("incarnation") == target]
+        if not named:
+            if not pending_request.future.done():
+                refusal = WorkerLostError(f"no replica with incarnation {target} is listed")
+                pending_request.future.set_exception(refusal)
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # if it is busy, ask again later
+        return [named]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take Serve's list and publish it as the pool's membership."""
         super().update_replicas(replicas)
         found = (from_metadata(replica.replica_metadata) for replica in replicas)
         listed = sorted((address for address in found if address), key=attrgetter("worker"))
-        DIRECTORY.update(self._role, tuple(listed))
+        process_directory().update(self._role, tuple(listed))
