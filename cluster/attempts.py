@@ -34,6 +34,11 @@ class AttemptBook:
         self._over: OrderedDict[AttemptKey, float] = OrderedDict()
         self._held: set[AttemptKey] = set()
 
+    @property
+    def num_entries(self) -> int:
+        """Remembered requests and tombstones, for the tests of their bound."""
+        return len(self._highest) + len(self._over)
+
     def admit(self, key: AttemptKey, now_s: float) -> Verdict:
         """Judge an arriving attempt; NEW ones are held until `close`."""
         self._expire(now_s)
@@ -62,9 +67,10 @@ class AttemptBook:
         horizon_s = now_s - self._ttl_s
         while self._over and next(iter(self._over.values())) < horizon_s:
             self._over.popitem(last=False)
-        while self._highest:
+        for _ in range(len(self._highest)):
             request, (attempt, seen_s) = next(iter(self._highest.items()))
-            held = AttemptKey(request, attempt) in self._held
-            if held or (seen_s >= horizon_s and len(self._highest) <= self._max_entries):
+            if seen_s >= horizon_s and len(self._highest) <= self._max_entries:
                 break
-            self._highest.popitem(last=False)
+            del self._highest[request]
+            if AttemptKey(request, attempt) in self._held:  # still needed: goes to the back
+                self._highest[request] = (attempt, now_s)

@@ -23,7 +23,8 @@ async def _main(config_path: str, model: str, worker: str, secret: str) -> None:
         from decode.service import build
     service = build(config, folder, WorkerId(worker), secret.encode())
     address = await service.start()
-    print(json.dumps(asdict(address)), flush=True)
+    sys.stdout.write(json.dumps(asdict(address)) + "\n")
+    sys.stdout.flush()
     await asyncio.to_thread(sys.stdin.read)
     await service.stop()
 
