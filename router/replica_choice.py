@@ -1,10 +1,11 @@
 """Serve's replica choice bent to our rule: the named worker, or nobody.
 
 Wraps the alpha `RequestRouter` interface of Ray Serve. A handle call carries `target`, the
-incarnation of a worker; it reaches exactly that replica or fails: it never falls back to another. Every replica list that Serve sends is also the
-membership of a pool, so it is copied into the process-wide directory. Makes no decisions: pairs
-of workers are chosen by the routing policy. Serve pickles this module's classes and globals by
-value into other processes, so shared state must live in, and be reached through, another module.
+incarnation of a worker; it reaches exactly that replica or fails: it never falls back to another
+one. Every replica list that Serve sends is also the membership of a pool, so it is copied into
+the process-wide directory. Makes no decisions: pairs of workers are chosen by the routing policy.
+Serve pickles this module's classes and globals by value into other processes, so shared state
+must live in, and be reached through, another module.
 """
 
 from __future__ import annotations
@@ -15,36 +16,12 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from cluster.errors import WorkerLostError
-from cluster.types import Incarnation, Role, WorkerAddress, WorkerId
+from cluster.shell import from_metadata
+from cluster.types import Role
 from router.directory import process_directory
 
 
-def to_metadata(address: WorkerAddress) -> dict[str, str | int]:
-    """The worker's address as the static metadata Serve spreads about a replica."""
-    return {
-        "worker": address.worker,
-        "role": address.role.value,
-        "incarnation": address.incarnation,
-        "control": address.control,
-        "pid": address.pid,
-    }
-
-
-def from_metadata(metadata: dict[str, Any]) -> WorkerAddress | None:
-    """The address in a replica's metadata; None when it is no worker of ours."""
-    try:
-        return WorkerAddress(
-            worker=WorkerId(metadata["worker"]),
-            role=Role(metadata["role"]),
-            incarnation=Incarnation(metadata["incarnation"]),
-            control=metadata["control"],
-            pid=int(metadata["pid"]),
-        )
-    except (KeyError, ValueError):
-        return None
-
-
-class TargetOrRefuse(RequestRouter):
+class TargetOrRefuse(RequestRouter):  # type: ignore[misc]  # ray is not followed by mypy
     """Routes a call to the replica whose incarnation is `target`; copies the membership."""
 
     def initialize_state(self, **kwargs: Any) -> None:  # noqa: ANN401  # Serve's signature
