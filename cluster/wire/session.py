@@ -204,7 +204,10 @@ def _channel_options(options: SessionOptions) -> list[tuple[str, int]]:
 
 def _target(address: str) -> str:
     host, _, port = address.rpartition(":")
-    version = ipaddress.ip_address(host.strip("[]")).version
+    try:
+        version = ipaddress.ip_address(host.strip("[]")).version
+    except ValueError:
+        raise SessionClosedError(f"{address!r} is no numeric host:port") from None
     return f"ipv{version}:{host}:{port}"
 
 
