@@ -236,7 +236,6 @@ def _refuse_unbuilt(config: Config) -> None:
     rules: list[tuple[str, object, object]] = [
         ("pools.prefill.tp", config.pools.prefill.tp, 1),
         ("pools.decode.tp", config.pools.decode.tp, 1),
-        ("http.cors_origins", list(config.http.cors_origins), []),
         ("redis.url", config.redis.url, None),
         ("redis.max_blocks", config.redis.max_blocks, default.redis.max_blocks),
         ("routing.policy", config.routing.policy, default.routing.policy),

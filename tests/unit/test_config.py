@@ -88,7 +88,6 @@ def test_all_mistakes_are_reported_at_once():
         "transport=nccl",
         "tenants.acme.weight=2.0",
         "admission.slo.ttft_s=1",
-        "http.cors_origins=['*']",
         "debug.faults=true",
     ],
 )
