@@ -33,7 +33,7 @@ class LoadedEngine:
     pool: KvPool
     layout: KvLayout
     facts: ModelFacts
-    phases_s: dict[str, float]  # "import_torch", "load", "pool", "warmup"
+    phases_s: dict[str, float]  # import_torch, import_transformers, load, pack, pool, warmup
 
 
 class _Phases:
@@ -109,12 +109,15 @@ def _load_torch(
     folder: ModelFolder, dtype: str, facts: ModelFacts, kv_blocks: int, phases: _Phases
 ) -> LoadedEngine:
     from cluster.model.loader import load_model, measure_layout
+    from cluster.model.packing import pack_linears
     from cluster.model.torch_runner import TorchRunner
 
     phases.end("import_transformers")
     model = load_model(folder.path, dtype=dtype)
     layout = measure_layout(folder.path, model, dtype=dtype, block_size=facts.block_size)
     phases.end("load")
+    pack_linears(model)
+    phases.end("pack")
     pool = _make_pool(layout, kv_blocks)
     phases.end("pool")
     runner = TorchRunner(model, pool)

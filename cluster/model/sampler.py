@@ -100,7 +100,8 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
         Token ids, aligned with the rows. A row's draw does not depend on the other rows.
     """
     logits = _mask_ends(logits, specs)
-    tokens: list[int] = torch.argmax(logits, dim=-1).tolist()
+    # max, not argmax: the same first index on ties, and several times faster on bf16
+    tokens: list[int] = logits.max(dim=-1).indices.tolist()
     for row, spec in enumerate(specs):
         if not _is_greedy(spec.params):
             tokens[row] = _draw(logits[row], spec)

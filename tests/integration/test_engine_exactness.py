@@ -6,11 +6,25 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from cluster.model.identity import ModelFolder
+from cluster.config import read_environment
+from cluster.kv.pool import KvPool
+from cluster.model.identity import ModelFolder, kv_layout
+from cluster.model.resolve import resolve_model
 from cluster.model.runner import LoadedEngine, load_engine
-from tests.support.engine_driver import generate
-from tests.support.tiny_models import FAMILIES, build_tiny, oracle_generate, random_prompt
+from cluster.model.step import StepBatch
+from cluster.model.torch_runner import TorchRunner
+from cluster.types import SamplingParams
+from tests.support.engine_driver import Sequence, generate, make_sequences
+from tests.support.tiny_models import (
+    FAMILIES,
+    ODD_FAMILIES,
+    build_tiny,
+    oracle_generate,
+    random_prompt,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,11 +44,11 @@ LENGTHS = (
 PROMPTS = [random_prompt(length, seed=0) for length in (*LENGTHS, 40)]
 
 
-def load(path: Path) -> LoadedEngine:
+def load(path: Path, dtype: str = "float32") -> LoadedEngine:
     return load_engine(
         ModelFolder(path=path, revision="test", content_hash="0" * 64),
         engine="torch",
-        dtype="float32",
+        dtype=dtype,
         max_len=None,
         block_size=BLOCK_SIZE,
         kv_blocks=96,
@@ -43,7 +57,7 @@ def load(path: Path) -> LoadedEngine:
     )
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=(*FAMILIES, *ODD_FAMILIES))
 def family(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[LoadedEngine, list[list[int]]]:
@@ -86,8 +100,6 @@ def test_eight_prompts_at_once(
 def test_layout_measured_on_the_model_equals_the_one_read_from_its_config(
     family: tuple[LoadedEngine, list[list[int]]], request: pytest.FixtureRequest
 ) -> None:
-    from cluster.model.identity import kv_layout
-
     engine, _ = family
     config = engine.runner._model.config.to_dict()
     assert kv_layout(config, "float32", BLOCK_SIZE) == engine.layout
@@ -97,14 +109,6 @@ def test_a_moved_block_continues_on_another_worker(
     family: tuple[LoadedEngine, list[list[int]]],
 ) -> None:
     """Rows gathered from one pool and scattered into other rows of another decode alike."""
-    import torch
-
-    from cluster.kv.pool import KvPool
-    from cluster.model.step import StepBatch
-    from cluster.model.torch_runner import TorchRunner
-    from cluster.types import SamplingParams
-    from tests.support.engine_driver import Sequence, make_sequences
-
     engine, answers = family
     prompt, answer = PROMPTS[5], answers[5]
     params = SamplingParams(max_tokens=NEW_TOKENS)
@@ -126,3 +130,49 @@ def test_a_moved_block_continues_on_another_worker(
         target.output.append(decode.run(StepBatch((step,))).token_ids[0])
         target.computed = step.end
     assert target.output == answer
+
+
+# ---- the real small model -----------------------------------------------------------------------
+
+QUESTIONS = ("What is the capital of France?", "Explain how rain forms.")
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Path, list[list[int]]]:
+    """The packaged model (converted once into the cache) and two chat prompts."""
+    from transformers import AutoTokenizer
+
+    path = resolve_model("smollm2-135m-instruct", None, read_environment().cache_dir).path
+    tokenizer = AutoTokenizer.from_pretrained(str(path))
+    return path, [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in QUESTIONS
+    ]
+
+
+@pytest.mark.timeout(300)  # the first run ever converts the model
+@pytest.mark.parametrize("chunk_tokens", [16, 1 << 20])
+def test_smollm2_in_float32(smollm2: tuple[Path, list[list[int]]], chunk_tokens: int) -> None:
+    path, prompts = smollm2
+    answers, margins = zip(*(oracle_generate(path, ids, 24) for ids in prompts), strict=True)
+    assert min(margins) > 1e-4
+    outputs = generate(load(path), prompts, max_new_tokens=24, chunk_tokens=chunk_tokens)
+    assert outputs == list(answers)
+
+
+@pytest.mark.timeout(300)
+def test_smollm2_logits_in_bfloat16(smollm2: tuple[Path, list[list[int]]]) -> None:
+    """Repacked bf16 layers agree with `transformers` within bf16 rounding."""
+    path, prompts = smollm2
+    engine = load(path, "bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.bfloat16)
+    sequences = make_sequences(engine, prompts, SamplingParams(max_tokens=1))
+    batch = StepBatch(tuple(sequence.next_slice(1 << 20) for sequence in sequences))
+    with torch.inference_mode():
+        logits = engine.runner.logits(batch).float()  # [2, vocab]
+        for row, prompt in enumerate(prompts):
+            expected = model(torch.tensor([prompt])).logits[0, -1].float()
+            scale = float(expected.abs().max())
+            assert float((logits[row] - expected).abs().max()) < 0.05 * scale

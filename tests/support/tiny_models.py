@@ -19,10 +19,12 @@ VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 MAX_LEN = 1024
 EOS_ID = 258
 FAMILIES = ("llama", "qwen3", "mistral", "gemma3", "gpt2")
+ODD_FAMILIES = ("gemma2", "gpt_oss", "deepseek_v3")  # soft caps, sinks, unequal K and V
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_SEEDS = {"gpt_oss": 7}
 _WINDOW = 24  # shorter than most test prompts, and no multiple of the block size
 
 
@@ -57,6 +59,20 @@ def _config(family: str) -> Any:
             query_pre_attn_scalar=12,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         )
+    if family == "gemma2":  # soft-capped scores
+        return transformers.Gemma2Config(
+            **common, sliding_window=_WINDOW, query_pre_attn_scalar=12, attn_logit_softcapping=5.0
+        )
+    if family == "gpt_oss":  # attention sinks, experts
+        return transformers.GptOssConfig(
+            **common,
+            sliding_window=_WINDOW,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        )
+    if family == "deepseek_v3":  # K and V of different sizes
+        return transformers.DeepseekV3Config(**_latent(common))
     if family == "gpt2":
         return transformers.GPT2Config(
             vocab_size=VOCAB_SIZE,
@@ -72,6 +88,25 @@ def _config(family: str) -> Any:
         )
     msg = f"unknown family {family!r}"
     raise ValueError(msg)
+
+
+def _latent(common: dict[str, Any]) -> dict[str, Any]:
+    sizes = {name: value for name, value in common.items() if name != "head_dim"}
+    return sizes | {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    }
 
 
 def _save_tokenizer(out_dir: Path) -> None:
@@ -95,14 +130,17 @@ def _save_tokenizer(out_dir: Path) -> None:
     fast.save_pretrained(str(out_dir))
 
 
-def build_tiny(family: str, out_dir: Path, seed: int = 2) -> Path:
-    """Write a tiny random fp32 model of `family` with tokenizer and template; returns `out_dir`."""
+def build_tiny(family: str, out_dir: Path, seed: int | None = None) -> Path:
+    """Write a tiny random fp32 model of `family` with tokenizer and template; returns `out_dir`.
+
+    Without a seed the weights are ones known to give varied greedy output, free of near ties.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     out_dir.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(_SEEDS.get(family, 3) if seed is None else seed)
         model = AutoModelForCausalLM.from_config(_config(family), dtype=torch.float32)
     model.save_pretrained(str(out_dir))
     _save_tokenizer(out_dir)
