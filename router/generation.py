@@ -108,7 +108,7 @@ class Generation(Protocol):
         """Cancel whatever still runs and finalise the record. Idempotent."""
 
     def mark(self, name: Moment) -> None:
-        """Note when something happened on the client's side of the request."""
+        """Note when something happened on the client's side; only the first of a name counts."""
 
 
 class FlowApi(Protocol):
