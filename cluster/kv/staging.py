@@ -73,8 +73,10 @@ class RowAccess:
     def enter(self) -> bool:
         """Ask to copy; with True the rows stay until `leave`, with False keep off."""
         with self._lock:
-            self._busy = self._open
-            return self._open
+            if not self._open:
+                return False
+            self._busy = True
+            return True
 
     def leave(self) -> None:
         """The copy is done."""

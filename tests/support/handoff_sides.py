@@ -180,12 +180,16 @@ class PrefillSide:
 
     def send(self, job, address):
         """The whole life of a transfer, the prompt computed in three chunks."""
+        self.send_part(job, address)
+        self.handoff.finish(job.key, first_output(job))
+
+    def send_part(self, job, address):
+        """A transfer whose prompt is still being computed: two thirds of it may go."""
         self.compute(job)
         self.handoff.start(job, address)
         self.bind(job)
         for third in (1, 2):
             self.handoff.progress(job.key, len(job.prompt_token_ids) * third // 3)
-        self.handoff.finish(job.key, first_output(job))
 
     def bind(self, job):
         """As the engine does: the handoff takes references, the engine's own go."""
@@ -211,7 +215,7 @@ def free_blocks(side):
     return counts.free + counts.cached if not counts.promised else -1
 
 
-# ---- as a process ---------------------------------------------------------------------------------
+# ---- as a process ----
 
 
 def _facts(side):
@@ -232,7 +236,7 @@ async def _serve_decode(command, side):
     key = AttemptKey(RequestId(command["name"]), command.get("attempt", 1))
     if what == "attached":
         await side.until(lambda: key in side.attached)
-        rows, first, phases = side.attached[key]
+        _rows, first, phases = side.attached[key]
         digest = side.digest(key)
         return {"digest": digest, "token": first.token_ids[0], "phase": phases[0].name}
     if what == "let_go":
@@ -247,7 +251,7 @@ async def _serve_decode(command, side):
 
 async def _serve_prefill(command, side):
     what = command.pop("do")
-    if what == "send":
+    if what in {"send", "send_part"}:
         address = command.pop("address")
         me = identity(Role.DECODE)
         decode = WorkerAddress(me.peer, me.role, me.incarnation, address, 0)
