@@ -56,12 +56,12 @@ def _config(family: str) -> Any:
         return transformers.Gemma3TextConfig(
             **common,
             sliding_window=_WINDOW,
-            query_pre_attn_scalar=12,
+            query_pre_attn_scalar=20,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         )
     if family == "gemma2":  # soft-capped scores
         return transformers.Gemma2Config(
-            **common, sliding_window=_WINDOW, query_pre_attn_scalar=12, attn_logit_softcapping=5.0
+            **common, sliding_window=_WINDOW, query_pre_attn_scalar=20, attn_logit_softcapping=5.0
         )
     if family == "gpt_oss":  # attention sinks, experts
         return transformers.GptOssConfig(
