@@ -2,9 +2,10 @@
 
 A step holds one row for every running sequence, then chunks of local prefill within
 `chunk_tokens`. Sequences take blocks as they grow, from their own ticket first, then from
-unpromised room. When there is none the youngest holder of blocks is preempted: it keeps its
-tokens, is first in line again, and resumes by computing prompt and output anew, so nothing it
-emitted repeats. The oldest holder is never preempted, hence somebody always finishes. Pure and
+unpromised room. When there is none the youngest gives way: one that only waits loses its ticket,
+one that holds blocks is preempted. That one keeps its tokens, is first in line again, and resumes
+by computing prompt and output anew, so nothing it emitted repeats. The oldest is never preempted,
+hence somebody always finishes. Pure and
 deterministic: the clock is an argument, and one thread calls everything but the properties.
 """
 
@@ -161,7 +162,7 @@ class DecodeScheduler:
         preemptions = self._num_preemptions
         batch = self._plan(now_s)
         if batch is None and self._num_preemptions > preemptions:
-            batch = self._plan(now_s)  # preemption made slots that the first plan could not use
+            batch = self._plan(now_s)  # whoever was in the way is not any more
         return batch
 
     def complete(self, batch: StepBatch, result: StepResult, now_s: float) -> tuple[TokenOut, ...]:
@@ -299,6 +300,8 @@ class DecodeScheduler:
         # newcomer would be preempted before it has computed anything.
         spare_blocks = 0 if covered else len(self._running)
         if not sequence.start(ticket=sequence.key, spare_blocks=spare_blocks):
+            # A ticket that does not suffice only keeps room from those that could use it.
+            self._ledger.forget(sequence.key)
             self._lacks_room = True
             return False
         sequence.in_prefill = True
@@ -318,23 +321,28 @@ class DecodeScheduler:
         return ready
 
     def _make_room(self, sequence: DecodeSequence) -> bool:
-        """Grow a sequence, preempting younger ones as needed; False when it cannot run now."""
+        """Grow a sequence at the cost of younger ones; False when it cannot run now."""
         while not sequence.grow():
-            victim = self._youngest_holder()
+            victim = self._youngest()
             if victim is None:
                 self._lacks_room = True
                 return False
-            self._preempt(victim)
+            if victim.holds_blocks:
+                self._preempt(victim)
+            else:
+                self._ledger.forget(victim.key)
             if victim is sequence:
                 return False
         return True
 
-    def _youngest_holder(self) -> DecodeSequence | None:
-        """Return the youngest sequence that holds blocks, None when it is also the oldest."""
-        holders = [*self._running, *(each for each in self._waiting if each.holds_blocks)]
-        if len(holders) < 2:
-            return None
-        return max(holders, key=_age)
+    def _youngest(self) -> DecodeSequence | None:
+        """Return the youngest sequence with blocks or a ticket, None when it is also the oldest."""
+        holders = [*self._running, *(each for each in self._waiting if self._has_claim(each))]
+        return max(holders, key=_age) if len(holders) > 1 else None
+
+    def _has_claim(self, sequence: DecodeSequence) -> bool:
+        """Whether a waiting sequence keeps room from others."""
+        return sequence.holds_blocks or self._ledger.promised(sequence.key) > 0
 
     def _preempt(self, sequence: DecodeSequence) -> None:
         """Take a sequence's blocks and ticket; it keeps its tokens and comes back first."""

@@ -171,6 +171,22 @@ def test_a_hit_on_a_live_block_needs_no_promise_any_more():
     assert _states(ledger) == (3, 0, 1, 0, 2)
 
 
+def test_acquire_takes_cached_blocks_first_and_all_from_the_ticket():
+    ledger = BlockLedger(6, 1)
+    rows = _cache(ledger, _hashes(1, 2))
+    ledger.promise(_A, 3)
+    assert ledger.acquire(4, _hashes(1, 2), spare_blocks=0) is None  # only 3 are not promised
+    assert ledger.acquire(3, _hashes(1, 2), spare_blocks=1) is None
+    blocks, num_cached = ledger.acquire(4, _hashes(1, 2, 3), ticket=_A, spare_blocks=2)
+    assert (blocks[:2], num_cached, len(set(blocks))) == (rows, 2, 4)
+    assert _states(ledger) == (2, 0, 4, 0, 0)
+    # Shared rows take no room, and lower a promise all the same.
+    ledger.promise(_B, 2)
+    blocks, num_cached = ledger.acquire(2, _hashes(1, 2), ticket=_B)
+    assert (blocks, num_cached) == (rows, 2)
+    assert _states(ledger) == (2, 0, 4, 0, 0)
+
+
 def test_without_prefix_cache_nothing_is_kept():
     ledger = BlockLedger(2, 1, prefix_cache=False)
     _cache(ledger, _hashes(1, 2))

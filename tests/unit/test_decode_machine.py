@@ -10,8 +10,8 @@ from cluster.kv.tickets import can_ever_fit
 from tests.support.chain_model import make_job, oracle
 from tests.support.decode_worker import BLOCK, DecodeWorker
 
-_BLOCKS = 9
-_TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+_BLOCKS = 6
+_TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
 class DecodeMachine(RuleBasedStateMachine):
@@ -31,12 +31,13 @@ class DecodeMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=_TOKENS,
-        max_tokens=st.integers(1, 14),
+        max_tokens=st.integers(1, 16),
         num_forced=st.integers(0, 3),
         eos=st.booleans(),
-        headroom=st.sampled_from([0, 1, None]),
+        headroom=st.sampled_from([0, 0, 1, None]),
+        then=st.sampled_from(["reserve", "attach", "attach", "local", "no ticket"]),
     )
-    def reserve(self, prompt, max_tokens, num_forced, eos, headroom):
+    def submit(self, prompt, max_tokens, num_forced, eos, headroom, then):
         if self.worker.scheduler.has_preempted:
             return
         self.names += 1
@@ -45,13 +46,26 @@ class DecodeMachine(RuleBasedStateMachine):
         if len(forced) == len(oracle(job)):
             forced = forced[:-1]
         job = make_job(f"job{self.names}", prompt, max_tokens, eos=eos, forced=forced)
-        if can_ever_fit(job, _BLOCKS, BLOCK) and self.worker.reserve(job, headroom):
+        if not can_ever_fit(job, _BLOCKS, BLOCK):
+            return
+        if then == "no ticket":
+            self._add_local(job)
+            return
+        if not self.worker.reserve(job, headroom):
+            return
+        if then == "reserve":
             self.reserved[job.key] = job
+        elif then == "local":
+            self._add_local(job)
+        else:
+            self._arrive(job, *self.worker.accept(job))
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
     def add_local(self, data):
-        job = self.reserved.pop(data.draw(st.sampled_from(sorted(self.reserved))))
+        self._add_local(self.reserved.pop(data.draw(st.sampled_from(sorted(self.reserved)))))
+
+    def _add_local(self, job):
         self.worker.scheduler.add_local(job, self.worker.now_s)
         self.jobs[job.key] = job
         self.output[job.key] = list(job.forced_token_ids)
@@ -65,7 +79,9 @@ class DecodeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loading)
     @rule(data=st.data())
     def arrive(self, data):
-        job, held, fresh = self.loading.pop(data.draw(st.sampled_from(sorted(self.loading))))
+        self._arrive(*self.loading.pop(data.draw(st.sampled_from(sorted(self.loading)))))
+
+    def _arrive(self, job, held, fresh):
         self.worker.arrive(job, held, fresh)
         if len(oracle(job)) > 1:
             self.jobs[job.key] = job

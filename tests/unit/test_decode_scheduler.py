@@ -290,6 +290,83 @@ def test_a_waiting_attached_sequence_can_be_preempted_for_an_older_one():
     _assert_quiet(worker)
 
 
+def test_a_preempted_sequence_gives_its_ticket_back_too():
+    worker = DecodeWorker(blocks=5)
+    worker.attach(make_job("old", [1, 2, 3, 4], 14), headroom=0)
+    worker.attach(make_job("young", [2, 2, 3], 14), headroom=8)  # one block and two promised
+    for _ in range(6):
+        worker.step()
+    assert worker.scheduler.num_preemptions == 1
+    assert worker.ledger.counts().promised == 0
+    ends = [out.key.request for out in worker.run() if out.finish]
+    assert ends == ["old", "young"]
+    _assert_quiet(worker)
+
+
+def test_a_waiting_local_job_gives_way_by_its_ticket():
+    worker = DecodeWorker(blocks=4, max_running=1)
+    old, waiting = make_job("old", [1, 2, 3], 13), make_job("waiting", [2] * 5, 2)
+    worker.attach(old, headroom=0)
+    worker.add_local(waiting)
+    outputs = worker.run()
+    assert worker.scheduler.num_preemptions == 0  # nothing was computed in vain
+    assert _tokens(outputs) == {"old": oracle(old)[1:], "waiting": oracle(waiting)}
+    _assert_quiet(worker)
+
+
+def test_a_ticket_is_used_even_while_a_preempted_sequence_waits_for_room():
+    worker = DecodeWorker(blocks=6)
+    worker.attach(make_job("a", [1, 2, 3], 14), headroom=0)
+    worker.attach(make_job("b", [2, 2, 3], 14), headroom=0)
+    local = make_job("local", [3] * 9, 1)
+    assert worker.reserve(local)
+    while not worker.scheduler.num_preemptions:
+        worker.step()
+    worker.scheduler.cancel(_key("a"))
+    assert worker.ledger.promised(local.key) == 3
+    worker.scheduler.add_local(make_job("small", [3], 1), worker.now_s)  # without a ticket
+    worker.scheduler.add_local(local, worker.now_s)
+    # "b" does not fit beside the promise, so the promise has to be used up first.
+    blocker = worker.ledger.allocate(2)
+    batch = worker.scheduler.schedule(worker.now_s)
+    assert [piece.key.request for piece in batch.slices] == ["local"]
+    worker.finish(batch)
+    worker.ledger.release(blocker)
+    assert [out.key.request for out in worker.run() if out.finish] == ["local", "small", "b"]
+    _assert_quiet(worker)
+
+
+def test_a_sequence_resumes_only_when_the_running_ones_can_grow_too():
+    worker = DecodeWorker(blocks=8)
+    for at, name in enumerate("abc"):
+        worker.attach(make_job(name, [at, 1, 2], 21), headroom=0)
+    worker.run()
+    # Each of the two younger ones is preempted once or twice, not once a step.
+    assert 2 <= worker.scheduler.num_preemptions <= 4
+
+
+def test_one_that_gives_way_to_an_older_one_lets_it_run_in_the_same_step():
+    worker = DecodeWorker(blocks=5, max_running=1)
+    worker.attach(make_job("oldest", [1, 2, 3], 8), headroom=0)
+    worker.add_local(make_job("older", [2] * 5, 2), headroom=0)
+    worker.attach(make_job("young", [3, 2, 3], 12), headroom=0)
+    outputs = worker.run()  # "young" gives way twice, the second time while it runs alone
+    assert worker.scheduler.num_preemptions == 2
+    assert [out.key.request for out in outputs if out.finish] == ["oldest", "older", "young"]
+    _assert_quiet(worker)
+
+
+def test_a_ticket_that_does_not_suffice_is_no_obstacle_for_others():
+    worker = DecodeWorker(blocks=4, max_running=1)
+    old = make_job("old", [1] * 12, 2)
+    assert worker.ledger.promise(old.key, 1)
+    worker.scheduler.add_local(old, worker.now_s)
+    worker.attach(make_job("young", [2, 2, 3], 14), headroom=4)
+    outputs = worker.run()
+    assert [out.key.request for out in outputs if out.finish] == ["young", "old"]
+    _assert_quiet(worker)
+
+
 def test_attaching_what_has_ended_already_only_frees():
     worker = DecodeWorker()
     worker.attach(make_job("a", [1, 2, 3], 1))

@@ -214,8 +214,9 @@ def test_a_prompt_under_way_does_not_wait_for_its_last_chunk():
     worker = _Worker(chunk=8, max_wait_s=5.0)
     worker.scheduler.add(make_job("a", [1] * 9, 4), 0.0)
     worker.step()
+    worker.scheduler.add(make_job("b", [2] * 3, 4), worker.now_s)
     _, outputs = worker.step()
-    assert list(_done(outputs)) == ["a"]
+    assert list(_done(outputs)) == ["a", "b"]
 
 
 def test_what_can_never_fit_or_is_known_is_refused():
