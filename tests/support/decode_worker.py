@@ -5,6 +5,7 @@ from __future__ import annotations
 from cluster.kv.allocator import BlockLedger
 from cluster.kv.hashing import chain_hashes
 from cluster.kv.tickets import ticket_blocks
+from cluster.types import AttemptKey, RequestId
 from decode.scheduler import DecodeScheduler
 from tests.support.chain_model import ChainModel, oracle, seed_for
 
@@ -87,3 +88,27 @@ class DecodeWorker:
         """Check every invariant."""
         self.ledger.check_integrity()
         self.scheduler.check_integrity()
+
+
+def key_of(name):
+    return AttemptKey(RequestId(name), 1)
+
+
+def tokens_of(outputs):
+    """Token ids by request; positions must follow each other."""
+    tokens: dict[str, list[int]] = {}
+    positions: dict[str, int] = {}
+    for out in outputs:
+        name = out.key.request
+        assert positions.get(name, out.position) == out.position
+        positions[name] = out.position + 1
+        tokens.setdefault(name, []).append(out.token_id)
+    return tokens
+
+
+def assert_quiet(worker):
+    worker.check()
+    counts = worker.ledger.counts()
+    assert worker.scheduler.is_idle
+    assert counts.free + counts.cached == counts.total
+    assert counts.promised == 0

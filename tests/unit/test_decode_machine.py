@@ -167,4 +167,4 @@ class DecodeMachine(RuleBasedStateMachine):
 
 
 TestDecodeMachine = DecodeMachine.TestCase
-TestDecodeMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestDecodeMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

@@ -1,4 +1,4 @@
-"""The decode scheduler: attach, local prefill, growth, preemption, finish rules, cancel."""
+"""The decode scheduler: attach, local prefill, growth, finish rules, cancel."""
 
 from __future__ import annotations
 
@@ -6,33 +6,9 @@ import pytest
 
 from cluster.errors import ContextLengthError, LedgerError
 from cluster.kv.tickets import can_ever_fit, ticket_blocks
-from cluster.types import AttemptKey, FinishReason, RequestId
+from cluster.types import FinishReason
 from tests.support.chain_model import EOS, make_job, oracle
-from tests.support.decode_worker import BLOCK, DecodeWorker
-
-
-def _key(name):
-    return AttemptKey(RequestId(name), 1)
-
-
-def _tokens(outputs):
-    """Token ids by request; positions must follow each other."""
-    tokens: dict[str, list[int]] = {}
-    positions: dict[str, int] = {}
-    for out in outputs:
-        name = out.key.request
-        assert positions.get(name, out.position) == out.position
-        positions[name] = out.position + 1
-        tokens.setdefault(name, []).append(out.token_id)
-    return tokens
-
-
-def _assert_quiet(worker):
-    worker.check()
-    counts = worker.ledger.counts()
-    assert worker.scheduler.is_idle
-    assert counts.free + counts.cached == counts.total
-    assert counts.promised == 0
+from tests.support.decode_worker import BLOCK, DecodeWorker, assert_quiet, key_of, tokens_of
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 23, 40])
@@ -43,11 +19,11 @@ def test_attached_and_local_generate_the_same(num_tokens):
         remote, local = make_job(f"remote-{name}", prompt, 9), make_job(f"local-{name}", prompt, 9)
         worker.attach(remote)
         worker.add_local(local)
-        tokens = _tokens(worker.run())
+        tokens = tokens_of(worker.run())
         expected = oracle(local)
         assert tokens[f"local-{name}"] == expected
         assert tokens[f"remote-{name}"] == expected[1:]
-    _assert_quiet(worker)
+    assert_quiet(worker)
 
 
 def test_positions_finish_and_phases_of_an_attached_sequence():
@@ -118,7 +94,7 @@ def test_eos_stops_unless_ignored_or_too_early():
     for job in jobs:
         worker.add_local(job)
     outputs = worker.run()
-    tokens = _tokens(outputs)
+    tokens = tokens_of(outputs)
     for job in jobs:
         assert tokens[job.key.request] == oracle(job)
     finish = {out.key.request: out.finish for out in outputs if out.finish}
@@ -158,80 +134,33 @@ def test_delivered_output_counts_as_output_on_both_ways():
         forced = make_job(name, [1, 2, 3, 4, 0], 12, forced=output[:5])
         (worker.add_local if name == "local" else worker.attach)(forced)
     outputs = worker.run()
-    tokens = _tokens(outputs)
+    tokens = tokens_of(outputs)
     assert tokens == {"local": output[5:], "remote": output[6:]}
     assert min(out.position for out in outputs if out.key.request == "local") == 5
-
-
-def test_when_blocks_run_out_the_youngest_gives_way_and_nothing_repeats():
-    worker = DecodeWorker(blocks=8)
-    jobs = [make_job(name, [at, 1, 2, 3], 17) for at, name in enumerate("abc")]
-    for job in jobs:
-        worker.attach(job, headroom=0)
-    steps = []
-    while not worker.scheduler.is_idle:
-        steps.append(worker.step())
-    outputs = [out for step in steps for out in step]
-    assert worker.scheduler.num_preemptions > 0
-    assert all("a" in {out.key.request for out in step} for step in steps[:16])  # the oldest
-    assert [out.key.request for out in outputs if out.finish] == ["a", "b", "c"]
-    assert _tokens(outputs) == {job.key.request: oracle(job)[1:] for job in jobs}
-    _assert_quiet(worker)
-
-
-def test_no_new_tickets_while_a_preempted_sequence_waits():
-    worker = DecodeWorker(blocks=4)
-    for name in "ab":
-        worker.attach(make_job(name, [1, 2, 3, 4, 5], 8), headroom=0)
-    assert not worker.scheduler.has_preempted
-    while not worker.scheduler.num_preemptions:
-        worker.step()
-    assert worker.scheduler.has_preempted
-    assert (worker.scheduler.num_running, worker.scheduler.num_waiting) == (1, 1)
-    worker.run()
-    assert not worker.scheduler.has_preempted
-    _assert_quiet(worker)
-
-
-def test_a_preempted_sequence_comes_back_before_newer_ones():
-    worker = DecodeWorker(blocks=6)
-    for name in "ab":
-        worker.attach(make_job(name, [1, 2, 3, 4, 5], 14), headroom=0)
-    while not worker.scheduler.num_preemptions:
-        worker.step()
-    worker.scheduler.add_local(make_job("late", [3] * 4, 1), worker.now_s)  # without a ticket
-    batches = []
-    while not worker.scheduler.is_idle:
-        batch = worker.scheduler.schedule(worker.now_s)
-        batches.append([piece.key.request for piece in batch.slices])
-        worker.finish(batch)
-    resumed = next(at for at, names in enumerate(batches) if "b" in names)
-    assert all("late" not in names for names in batches[:resumed])
-    _assert_quiet(worker)
 
 
 def test_the_ticket_is_used_before_unpromised_room():
     worker = DecodeWorker(blocks=8)
     worker.attach(make_job("a", [1, 2, 3, 4], 29), headroom=8)
-    assert worker.ledger.promised(_key("a")) == 2
+    assert worker.ledger.promised(key_of("a")) == 2
     for _ in range(4):
         worker.step()
-    assert worker.ledger.promised(_key("a")) == 1
+    assert worker.ledger.promised(key_of("a")) == 1
     assert worker.ledger.room() == 5
-    while worker.ledger.promised(_key("a")):
+    while worker.ledger.promised(key_of("a")):
         worker.step()
     while worker.ledger.counts().live < 4:
         worker.step()
     assert worker.ledger.room() == 4
     worker.run()
-    _assert_quiet(worker)
+    assert_quiet(worker)
 
 
 def test_the_ticket_ends_with_the_sequence():
     worker = DecodeWorker()
     worker.attach(make_job("a", [1, 2, 3], 2), headroom=100)
     worker.run()
-    _assert_quiet(worker)
+    assert_quiet(worker)
 
 
 def test_a_ticket_covers_prompt_and_headroom_but_no_more_than_the_job():
@@ -255,123 +184,11 @@ def test_max_running_bounds_a_step_and_nobody_starves():
     assert [out.key.request for out in outputs if out.finish] == [job.key.request for job in jobs]
 
 
-def test_a_job_that_must_wait_for_all_blocks_gets_them():
-    worker = DecodeWorker(blocks=4)
-    worker.attach(make_job("a", [1] * 5, 9), headroom=0)
-    worker.scheduler.add_local(make_job("big", [2] * 15, 2), worker.now_s)
-    outputs = worker.run()
-    assert [out.key.request for out in outputs if out.finish] == ["a", "big"]
-    _assert_quiet(worker)
-
-
-def test_the_last_sequence_waits_while_all_room_is_promised_elsewhere():
-    worker = DecodeWorker(blocks=2)
-    worker.attach(make_job("a", [1, 2, 3], 4), headroom=0)
-    assert worker.ledger.promise(_key("other"), 1)
-    worker.step()
-    assert worker.scheduler.schedule(worker.now_s) is None
-    assert worker.scheduler.has_preempted  # it lacks room: give no new tickets
-    assert worker.scheduler.num_preemptions == 0
-    worker.ledger.forget(_key("other"))
-    assert len(worker.run()) == 2
-    assert not worker.scheduler.has_preempted
-
-
-def test_a_waiting_attached_sequence_can_be_preempted_for_an_older_one():
-    worker = DecodeWorker(blocks=4, max_running=1)
-    old, young = make_job("old", [1, 2, 3], 10), make_job("young", [2, 2, 3, 4, 5], 3)
-    worker.attach(old, headroom=0)
-    worker.attach(young, headroom=0)
-    outputs = worker.run()
-    assert worker.scheduler.num_preemptions == 1
-    assert _tokens(outputs) == {"old": oracle(old)[1:], "young": oracle(young)[1:]}
-    (queue,) = next(out for out in outputs if out.key.request == "young").phases
-    assert queue.name == "decode.queue"
-    _assert_quiet(worker)
-
-
-def test_a_preempted_sequence_gives_its_ticket_back_too():
-    worker = DecodeWorker(blocks=5)
-    worker.attach(make_job("old", [1, 2, 3, 4], 14), headroom=0)
-    worker.attach(make_job("young", [2, 2, 3], 14), headroom=8)  # one block and two promised
-    for _ in range(6):
-        worker.step()
-    assert worker.scheduler.num_preemptions == 1
-    assert worker.ledger.counts().promised == 0
-    ends = [out.key.request for out in worker.run() if out.finish]
-    assert ends == ["old", "young"]
-    _assert_quiet(worker)
-
-
-def test_a_waiting_local_job_gives_way_by_its_ticket():
-    worker = DecodeWorker(blocks=4, max_running=1)
-    old, waiting = make_job("old", [1, 2, 3], 13), make_job("waiting", [2] * 5, 2)
-    worker.attach(old, headroom=0)
-    worker.add_local(waiting)
-    outputs = worker.run()
-    assert worker.scheduler.num_preemptions == 0  # nothing was computed in vain
-    assert _tokens(outputs) == {"old": oracle(old)[1:], "waiting": oracle(waiting)}
-    _assert_quiet(worker)
-
-
-def test_a_ticket_is_used_even_while_a_preempted_sequence_waits_for_room():
-    worker = DecodeWorker(blocks=6)
-    worker.attach(make_job("a", [1, 2, 3], 14), headroom=0)
-    worker.attach(make_job("b", [2, 2, 3], 14), headroom=0)
-    local = make_job("local", [3] * 9, 1)
-    assert worker.reserve(local)
-    while not worker.scheduler.num_preemptions:
-        worker.step()
-    worker.scheduler.cancel(_key("a"))
-    assert worker.ledger.promised(local.key) == 3
-    worker.scheduler.add_local(make_job("small", [3], 1), worker.now_s)  # without a ticket
-    worker.scheduler.add_local(local, worker.now_s)
-    # "b" does not fit beside the promise, so the promise has to be used up first.
-    blocker = worker.ledger.allocate(2)
-    batch = worker.scheduler.schedule(worker.now_s)
-    assert [piece.key.request for piece in batch.slices] == ["local"]
-    worker.finish(batch)
-    worker.ledger.release(blocker)
-    assert [out.key.request for out in worker.run() if out.finish] == ["local", "small", "b"]
-    _assert_quiet(worker)
-
-
-def test_a_sequence_resumes_only_when_the_running_ones_can_grow_too():
-    worker = DecodeWorker(blocks=8)
-    for at, name in enumerate("abc"):
-        worker.attach(make_job(name, [at, 1, 2], 21), headroom=0)
-    worker.run()
-    # Each of the two younger ones is preempted once or twice, not once a step.
-    assert 2 <= worker.scheduler.num_preemptions <= 4
-
-
-def test_one_that_gives_way_to_an_older_one_lets_it_run_in_the_same_step():
-    worker = DecodeWorker(blocks=5, max_running=1)
-    worker.attach(make_job("oldest", [1, 2, 3], 8), headroom=0)
-    worker.add_local(make_job("older", [2] * 5, 2), headroom=0)
-    worker.attach(make_job("young", [3, 2, 3], 12), headroom=0)
-    outputs = worker.run()  # "young" gives way twice, the second time while it runs alone
-    assert worker.scheduler.num_preemptions == 2
-    assert [out.key.request for out in outputs if out.finish] == ["oldest", "older", "young"]
-    _assert_quiet(worker)
-
-
-def test_a_ticket_that_does_not_suffice_is_no_obstacle_for_others():
-    worker = DecodeWorker(blocks=4, max_running=1)
-    old = make_job("old", [1] * 12, 2)
-    assert worker.ledger.promise(old.key, 1)
-    worker.scheduler.add_local(old, worker.now_s)
-    worker.attach(make_job("young", [2, 2, 3], 14), headroom=4)
-    outputs = worker.run()
-    assert [out.key.request for out in outputs if out.finish] == ["young", "old"]
-    _assert_quiet(worker)
-
-
 def test_attaching_what_has_ended_already_only_frees():
     worker = DecodeWorker()
     worker.attach(make_job("a", [1, 2, 3], 1))
     assert worker.scheduler.schedule(0.0) is None
-    _assert_quiet(worker)
+    assert_quiet(worker)
 
 
 @pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding", "in step", "preempted"])
@@ -392,13 +209,13 @@ def test_cancel_frees_once_in_every_state(state):
     elif state == "preempted":
         while not worker.scheduler.num_preemptions:
             worker.step()
-    assert worker.scheduler.cancel(_key("a"))
-    assert not worker.scheduler.cancel(_key("a"))
+    assert worker.scheduler.cancel(key_of("a"))
+    assert not worker.scheduler.cancel(key_of("a"))
     if batch is not None:
         outputs = worker.finish(batch)
         assert [out.key.request for out in outputs] == ["other"]
     assert {out.key.request for out in worker.run()} == {"other"}
-    _assert_quiet(worker)
+    assert_quiet(worker)
 
 
 def test_tokens_still_to_prefill_are_counted():

@@ -329,4 +329,4 @@ class PrefillMachine(RuleBasedStateMachine):
 
 
 TestPrefillMachine = PrefillMachine.TestCase
-TestPrefillMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPrefillMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
