@@ -1,7 +1,7 @@
-"""What the HTTP layer is built from: plain values, and the gate that knows API keys.
+"""What the HTTP layer is built from: plain values, an observer, the gate that knows API keys.
 
-Owns `HttpSettings` and the two gates. Keys are compared by their SHA-256, so a key itself is never
-kept. No HTTP code here.
+Owns `HttpSettings`, what metrics hear of answers, and the two gates. Keys are compared by their
+SHA-256, so a key itself is never kept. No HTTP code here.
 """
 
 from __future__ import annotations
@@ -31,6 +31,16 @@ class HttpSettings:
     version: str = "0"
     max_body_bytes: int = 16 * 1024 * 1024
     body_timeout_s: float = 30.0  # for a client to send its whole request
+
+
+class IngressObserver:
+    """What metrics want to hear from the HTTP layer; the default hears nothing."""
+
+    def request_answered(self, code: int) -> None:
+        """A generation request ended with this status; 499: the client left first."""
+
+    def token_gap(self, gap_s: float, num_tokens: int) -> None:
+        """`num_tokens` arrived together, `gap_s` after the one before them."""
 
 
 class Gate(Protocol):

@@ -34,7 +34,7 @@ from router.http_io import (
     send_last,
     watch_for_disconnect,
 )
-from router.http_settings import OpenGate
+from router.http_settings import IngressObserver, OpenGate
 from router.ingress_pages import Pages, on_http_error
 from router.intake import take_in
 from router.protocol import ChatBody, CompletionBody, parse_body
@@ -61,16 +61,6 @@ EXPOSED_HEADERS = (
     "retry-after",
     "retry-after-ms",
 )
-
-
-class IngressObserver:
-    """What metrics want to hear from the HTTP layer; the default hears nothing."""
-
-    def request_answered(self, code: int) -> None:
-        """A generation request ended with this status; 499: the client left first."""
-
-    def token_gap(self, gap_s: float, num_tokens: int) -> None:
-        """`num_tokens` arrived together, `gap_s` after the one before them."""
 
 
 class IngressApp(FastAPI):
