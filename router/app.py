@@ -98,6 +98,7 @@ class RayCluster:
         self._folder = folder
         self._secret = secret
         self._daemons: list[tuple[str, psutil.Process]] = []
+        self._has_ray = False
 
     def start(self, begin: Phase) -> None:
         """Start everything; returns when all replicas are ready.
@@ -111,6 +112,7 @@ class RayCluster:
         from ray import serve
 
         begin("start Ray")
+        self._has_ray = True
         ray.init(
             num_cpus=self._num_processes,
             include_dashboard=False,
@@ -137,6 +139,8 @@ class RayCluster:
 
     def stop(self) -> None:
         """Stop the application, then Ray, then whatever is left of its processes."""
+        if not self._has_ray:
+            return
         processes = psutil.Process().children(recursive=True)
         # a thread, since Serve waits without a limit when its controller is already gone
         stopper = threading.Thread(target=_stop_serve, daemon=True, name="stop serve")

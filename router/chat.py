@@ -70,7 +70,7 @@ def ask(
 
 def _explain(client: ClusterClient, console: Console, request_id: str) -> None:
     try:
-        record = client.record(request_id)
+        record = client.finished_record(request_id)
     except DiptychError as error:
         console.say(f"(no account of its time: {error.message})")
         return

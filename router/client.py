@@ -7,6 +7,7 @@ a `DiptychError` with one sentence.
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CONNECT_S = 5.0
+RECORD_TRIES = 20
+RECORD_PAUSE_S = 0.05
 
 
 @dataclass(slots=True)
@@ -79,6 +82,16 @@ class ClusterClient:
     def record(self, request_id: str) -> dict[str, Any]:
         """What the cluster remembers of one request."""
         return self._get(f"/debug/requests/{request_id}")
+
+    def finished_record(self, request_id: str) -> dict[str, Any]:
+        """The same, asked again until the books of the request are closed, for a short while."""
+        pause = threading.Event()
+        for _ in range(RECORD_TRIES):
+            record = self.record(request_id)
+            if record["status"] != "running":
+                break
+            pause.wait(RECORD_PAUSE_S)
+        return record
 
     def model(self) -> str:
         """The name of the served model."""
