@@ -232,7 +232,7 @@ class _Exchange:
         generation: Generation,
     ) -> int:
         """Write the answer while watching for the client to leave."""
-        left_s = request.received_s + request.timeout_s - monotonic_s()
+        left_s = max(0.0, request.received_s + request.timeout_s - monotonic_s())
         status = CLIENT_CLOSED
         try:
             async with asyncio.timeout(left_s + SEND_GRACE_S), asyncio.TaskGroup() as group:
