@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 FRAME_TIMEOUT_S = 5.0
-_SPEED_WEIGHT = 0.2  # of the newest frame in the moving average
+_SPEED_MEMORY = 0.9  # what an older frame counts beside the next one
 
 
 class LinkState(StrEnum):
@@ -84,7 +84,6 @@ class Link(ABC):
         self.name = name
         self.epoch = epoch
         self.state = LinkState.CONNECTING
-        self.gb_per_s: float | None = None
         self.num_queued = 0  # frames queued and not yet reported
         self.ended = asyncio.Event()  # the I/O thread is gone
         self._plane = plane
@@ -94,7 +93,14 @@ class Link(ABC):
         self._jobs: SimpleQueue[FrameJob | None] = SimpleQueue()
         self._halted = False  # read by the I/O thread: stop after the current wait
         self._last_done_s = 0.0
+        self._recent_bytes = 0.0
+        self._recent_s = 0.0  # of the plane being busy with them, waits in between not counted
         self._thread = threading.Thread(target=self._run, name=f"link-{name}", daemon=True)
+
+    @property
+    def gb_per_s(self) -> float | None:
+        """Speed of recent frames; None before the first."""
+        return self._recent_bytes / self._recent_s / 1e9 if self._recent_s > 0 else None
 
     def open(self) -> None:
         """Start connecting."""
@@ -134,10 +140,8 @@ class Link(ABC):
         self.num_queued -= 1
         if self.state in _OVER:
             return
-        if moved and seconds > 0:
-            now = job.announced.num_bytes / seconds / 1e9
-            old = now if self.gb_per_s is None else self.gb_per_s
-            self.gb_per_s = old + _SPEED_WEIGHT * (now - old)
+        self._recent_bytes = _SPEED_MEMORY * self._recent_bytes + job.announced.num_bytes
+        self._recent_s = _SPEED_MEMORY * self._recent_s + seconds
         self._frame_done(job, moved=moved)
 
     def _ended(self, error: str | None) -> None:

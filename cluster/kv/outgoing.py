@@ -82,7 +82,9 @@ class SendingLink(Link):
         super().__init__(
             session.peer.peer, epoch, plane, slot_bytes=slot_bytes, on_broken=on_broken
         )
-        self.bytes_sent = 0  # of rows; headers not counted
+        # Of rows, headers not counted. Counted when announced, so that the number is final when
+        # ACK comes, which may overtake the I/O thread's own report.
+        self.bytes_sent = 0
         self._on_ready = on_ready
         self._session = session
         self._pool = pool
@@ -127,6 +129,7 @@ class SendingLink(Link):
         )
         self._session.send(announced)
         self._queue(FrameJob(announced, transfer.rows[first : first + num_blocks], transfer.access))
+        self.bytes_sent += num_blocks * self._block_bytes
         self._turn += 1
         transfer.last_turn = self._turn
         transfer.next_block += num_blocks
@@ -153,6 +156,6 @@ class SendingLink(Link):
         self.pump()
 
     def _frame_done(self, job: FrameJob, *, moved: bool) -> None:
-        if moved:
-            self.bytes_sent += job.announced.num_blocks * self._block_bytes
+        if not moved:
+            self.bytes_sent -= job.announced.num_blocks * self._block_bytes
         self.pump()

@@ -49,9 +49,15 @@ class _GrpcStream:
     """Adapts a client call or a servicer context; errors of either become `SessionClosedError`."""
 
     def __init__(self, rpc: _Rpc) -> None:
-        self._rpc = rpc
+        self._rpc: _Rpc | None = rpc
+
+    def drop(self) -> None:
+        """Let go of the call: gRPC keeps its connection open for as long as someone holds it."""
+        self._rpc = None
 
     async def read(self) -> bytes | None:
+        if self._rpc is None:
+            return None
         try:
             message = await self._rpc.read()
         except _STREAM_ERRORS as error:
@@ -59,6 +65,8 @@ class _GrpcStream:
         return message if isinstance(message, bytes) else None  # else grpc.aio.EOF
 
     async def write(self, data: bytes) -> None:
+        if self._rpc is None:
+            raise SessionClosedError("the stream is gone")
         try:
             await self._rpc.write(data)
         except _STREAM_ERRORS as error:
@@ -125,6 +133,7 @@ class SessionServer:
             await session.run()
         finally:
             self._sessions.discard(session)
+            stream.drop()
 
 
 async def connect(
@@ -169,15 +178,16 @@ async def _connect(
         raise
     session = Session(peer, stream, handler, options)
     session.carrier = asyncio.get_running_loop().create_task(
-        _run_client(session, channel), name=f"session {peer.peer}"
+        _run_client(session, stream, channel), name=f"session {peer.peer}"
     )
     return session
 
 
-async def _run_client(session: Session, channel: grpc.aio.Channel) -> None:
+async def _run_client(session: Session, stream: _GrpcStream, channel: grpc.aio.Channel) -> None:
     try:
         await session.run()
     finally:
+        stream.drop()
         await channel.close()
 
 

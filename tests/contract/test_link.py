@@ -217,7 +217,7 @@ async def test_an_empty_frame_writes_nothing(make_planes):
         transfer.access.close(lambda: None)  # given up before any gather
         pair.sender.state = LinkState.READY
         pair.complete(transfer)
-        await pair.until(lambda: len(pair.frames) == 2)
+        await pair.until(lambda: len(pair.frames) == 2 and pair.sender.num_queued == 0)
         assert pair.moved(1) == 0
         assert not pair.target.rows.numpy().any()
         assert pair.sender.bytes_sent == 0
