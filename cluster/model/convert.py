@@ -22,16 +22,21 @@ def convert_gguf(gguf: Path, out_dir: Path) -> None:
     _report(0.05, "starting the converter")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
     from transformers.utils.quantization_config import GgufConfig
 
+    logging.disable_progress_bar()
     _report(0.15, "reading the tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, local_files_only=True
+    )
     tokenizer.save_pretrained(str(out_dir))
     _report(0.45, "unpacking the weights")
     # Without `dequantize` the weights stay packed: slow on a CPU, and impossible to save.
     model = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent),
         gguf_file=gguf.name,
+        local_files_only=True,
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
     )

@@ -9,7 +9,6 @@ imports torch or transformers: converting a packaged model happens in a child pr
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -194,7 +193,6 @@ def _convert(alias: str, gguf: Path, target: Path, tell: Progress) -> None:
 def _run_converter(alias: str, gguf: Path, out_dir: Path, tell: Progress) -> None:
     """Run the child, relay its stages, end it at the deadline or with us."""
     command = [sys.executable, "-m", "cluster.model.convert", str(gguf), str(out_dir)]
-    quiet = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(
@@ -203,7 +201,6 @@ def _run_converter(alias: str, gguf: Path, out_dir: Path, tell: Progress) -> Non
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env={**os.environ, **quiet},
             cwd=Path(__file__).parents[2],
         ) as child,
     ):
