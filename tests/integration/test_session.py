@@ -195,6 +195,22 @@ async def test_a_failing_handler_costs_its_session_only(caplog):
         again.close("done")
 
 
+async def test_what_was_sent_before_closing_still_arrives():
+    def last_words(session, body, call):
+        for _ in range(200):
+            session.send(Accepted(body.key))
+        session.close("that was all")
+
+    there = Recorder(last_words)
+    async with serving(there) as address:
+        here = Recorder()
+        session = await dial(address, here)
+        session.send(Cancel(KEY))
+        await here.until(lambda: here.of("closed"))
+        assert len(here.of("received")) == 200
+        assert there.of("closed") == ["that was all"]
+
+
 @pytest.mark.parametrize(
     "garbage",
     [
