@@ -30,9 +30,12 @@ if TYPE_CHECKING:
 
     Phase = Callable[[str], None]  # told the name of each phase as it begins
 
+log = logging.getLogger(__name__)
+
 APPLICATION = "diptych"
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it
 MAX_ONGOING = 10_000  # holds of ingresses on one worker; never a limit of ours
+TRACEBACK_LINES = 12
 STOP_SERVE_S = 3.0
 STOP_PROCESS_S = 2.0
 
@@ -62,7 +65,8 @@ class IngressReplica:
             config, folder, process_directory(), taken, secret=secret, ingress=f"ingress-{rank}"
         )
         self._holds = HoldKeeper(
-            {Role(role): _Opener(handle) for role, handle in pools.items()}, process_directory()
+            {Role(role): HandleOpener(handle) for role, handle in pools.items()},
+            process_directory(),
         )
         self._server.start()
         self._holds.start()
@@ -77,10 +81,11 @@ class IngressReplica:
         await self._server.stop(self._grace_s)
 
 
-class _Opener:
+class HandleOpener:
     """Opens a hold through a pool's handle."""
 
     def __init__(self, handle: Any) -> None:  # noqa: ANN401  # a DeploymentHandle
+        """Calls go through `handle`."""
         self._hold = handle.options(stream=True).hold
 
     def __call__(self, target: str) -> AsyncIterator[str]:
@@ -130,7 +135,7 @@ class RayCluster:
         try:
             serve.run(self._application(), name=APPLICATION, route_prefix=None)
         except RuntimeError as error:
-            raise DiptychError(_start_failure(error)) from None
+            raise DiptychError(_start_failure(str(error))) from None
 
     def failure(self) -> str | None:
         """Why the cluster cannot go on, if so: a daemon of Ray has ended."""
@@ -178,17 +183,11 @@ class RayCluster:
         )
 
     def _pool(self, worker: type, role: Role) -> Any:  # noqa: ANN401  # a Serve Application
-        from ray.serve.config import RequestRouterConfig
-
         config = self._config
         is_prefill = role is Role.PREFILL
         replicas = config.prefill_replicas if is_prefill else config.decode_replicas
         threads = config.prefill_threads if is_prefill else config.decode_threads
-        choice = RequestRouterConfig(
-            request_router_class="router.replica_choice:TargetOrRefuse",
-            request_router_kwargs={"role": role.value},
-        )
-        options: dict[str, Any] = {"request_router_config": choice}
+        options: dict[str, Any] = {"request_router_config": self._choice(role)}
         if str(threads) != os.environ["OMP_NUM_THREADS"]:
             variables = {"OMP_NUM_THREADS": str(threads)}
             options["ray_actor_options"] = {
@@ -197,6 +196,15 @@ class RayCluster:
             }
         deployment = self._deployment(worker, role.value, replicas, **options)
         return deployment.bind(config, self._folder, self._secret)
+
+    @staticmethod
+    def _choice(role: Role) -> Any:  # noqa: ANN401  # a Serve RequestRouterConfig
+        from ray.serve.config import RequestRouterConfig
+
+        return RequestRouterConfig(
+            request_router_class="router.replica_choice:TargetOrRefuse",
+            request_router_kwargs={"role": role.value},
+        )
 
     def _deployment(self, target: type, name: str, replicas: int, **options: Any) -> Any:  # noqa: ANN401
         from ray import serve
@@ -225,10 +233,29 @@ def _logging() -> Any:  # noqa: ANN401  # a Serve LoggingConfig
 def _stop_serve() -> None:
     from ray import serve
 
-    serve.shutdown()
+    try:
+        serve.shutdown()
+    except Exception:  # task root; ray.shutdown ends what is left
+        log.exception("Serve did not shut down")
 
 
-def _start_failure(error: RuntimeError) -> str:
-    """What a user needs of Serve's report: the last lines, which are the worker's own."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return "a worker did not start:\n" + "\n".join(lines[-12:])
+def _start_failure(fallback: str) -> str:
+    """What a user needs of Serve's report: the last lines of the worker's own traceback."""
+    from ray import serve
+
+    application = serve.status().applications.get(APPLICATION)
+    deployments = application.deployments if application else {}
+    reports = [
+        f"{name}: {_tail(deployment.message)}"
+        for name, deployment in deployments.items()
+        if deployment.status == "DEPLOY_FAILED"
+    ]
+    return "a worker did not start\n" + "\n".join(reports or [fallback])
+
+
+def _tail(report: str) -> str:
+    """The sentence of an error of ours; of any other error the end of its traceback."""
+    lines = [line for line in report.splitlines() if line.strip()]
+    if lines and lines[-1].startswith("cluster.errors."):
+        return lines[-1].partition(": ")[2]
+    return "\n".join(lines[-TRACEBACK_LINES:])

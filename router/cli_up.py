@@ -104,13 +104,19 @@ def _serve(
         return _watch(cluster, console, signals)
     except (KeyboardInterrupt, SystemExit):
         return 0
+    except DiptychError:
+        console.end_phase(failed=True)
+        raise
     finally:
         signals.requested.set()  # from here on a signal changes nothing
-        if cluster is not None:
-            console.begin("stop")
-            cluster.stop()
-            console.end_phase()
-        runfile.remove(environment.cache_dir, config.cluster.name)
+        try:
+            if cluster is not None:
+                console.end_phase()
+                console.begin("stop")
+                cluster.stop()
+                console.end_phase()
+        finally:
+            runfile.remove(environment.cache_dir, config.cluster.name)
 
 
 def _cluster(
