@@ -248,6 +248,21 @@ async def test_a_frame_that_is_not_the_announced_one_breaks_the_link(make_planes
         assert not pair.target.rows.numpy().any()
 
 
+async def test_a_changed_byte_breaks_the_link_before_any_row_is_written(make_planes):
+    async with Pair(make_planes()) as pair:
+        post = pair.sender._plane.post_send
+
+        def tamper(buffer):
+            buffer[100] += 1
+            return post(buffer)
+
+        pair.sender._plane.post_send = tamper
+        pair.complete(pair.outgoing(1, range(4), range(4)))
+        await pair.until(lambda: "receiver" in pair.broken)
+        assert "checksum" in pair.broken["receiver"]
+        assert not pair.target.rows.numpy().any()
+
+
 @pytest.mark.parametrize("change", [-1, 1, 2048])
 async def test_a_wrong_size_is_refused_before_it_is_posted(make_planes, change):
     async with Pair(make_planes()) as pair:

@@ -277,13 +277,18 @@ async def _main(role):
 
     if role == "decode":
         side, serve = DecodeSide(), _serve_decode
-        address = await side.start()
-        say(address.control)
+        say((await side.start()).control)
     else:
         side, serve = PrefillSide(), _serve_prefill
         say("ready")
     while line := await lines.readline():
-        say(await serve(json.loads(line), side))
+        command = json.loads(line)
+        if command == {"do": "renew"}:
+            await side.stop()
+            side = DecodeSide()
+            say((await side.start()).control)
+        else:
+            say(await serve(command, side))
 
 
 if __name__ == "__main__":
