@@ -151,7 +151,7 @@ class PrefillService(WorkerBase):
     def _refusal(self, body: SubmitPrefill) -> Refused | None:
         """Every check this worker will ever make, answered at once."""
         key, facts = body.job.key, self.settings.facts
-        num_tokens = len(body.job.prompt_token_ids)
+        num_tokens = len(body.job.prompt_token_ids) + len(body.job.forced_token_ids)
         if self.state is not WorkerState.READY or self.healthy() is not None:
             return Refused(key, "worker_lost", f"{self.settings.worker} is {self.state}", 1.0)
         if -(-num_tokens // facts.block_size) > self.settings.kv_blocks:

@@ -25,6 +25,7 @@ from cluster.types import (
     SamplingParams,
     TokenDelta,
     WorkerId,
+    WorkerSnapshot,
 )
 from router.choice import Choice
 from router.generation import ClientRequest, Readiness
@@ -63,6 +64,9 @@ class FlowObserver:
 
     def request_over(self, record: RequestRecord, cancelled_in: str | None) -> None:
         """A client request ended; `cancelled_in` names the phase a disconnect found it in."""
+
+    def worker_reported(self, snapshot: WorkerSnapshot) -> None:
+        """A worker sent its state."""
 
 
 class Flow:
@@ -260,6 +264,11 @@ class Flow:
         """Fail the choices that needed this worker."""
         for choice in list(self._choices.values()):
             choice.worker_lost(worker, reason)
+
+    def reported(self, snapshot: WorkerSnapshot) -> None:
+        """A worker sent its state: count it, and let whoever waits look again."""
+        self._observer.worker_reported(snapshot)
+        self.changed()
 
     def changed(self) -> None:
         """Wake the head of the line and the probe."""

@@ -13,6 +13,7 @@ from router.flow import FlowObserver
 from router.http_settings import IngressObserver
 
 if TYPE_CHECKING:
+    from cluster.types import WorkerSnapshot
     from router.records import RequestRecord
 
 _PHASES = {  # instrument: phases of the record that it sums
@@ -36,6 +37,10 @@ class MetricsObserver(FlowObserver, IngressObserver):
     def request_answered(self, code: int) -> None:
         """A generation request ended with this status."""
         self._metrics.request_answered(code)
+
+    def worker_reported(self, snapshot: WorkerSnapshot) -> None:
+        """A worker sent its state; its totals are kept even if it dies before a scrape."""
+        self._metrics.worker_reported(snapshot)
 
     def request_over(self, record: RequestRecord, cancelled_in: str | None) -> None:
         """A client request that reached the flow ended."""

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 from cluster.assembly import served_facts
 from cluster.errors import DiptychError
+from cluster.telemetry import Metrics, Slo, Sources
 from cluster.tokenizer import Tokenizer
 from router.assembly import build_flow
-from router.flow import FlowObserver
 from router.http_settings import HttpSettings
 from router.ingress import build_app
 from router.listener import HttpListener
+from router.metrics import MetricsObserver
 from router.status import IngressFacts
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from cluster.config import Config
     from cluster.model.identity import ModelFolder
+    from cluster.types import WorkerSnapshot
     from router.directory import WorkerDirectory
 
 
@@ -50,18 +52,28 @@ class IngressServer:
             ModelError: the model's folder lacks what serving needs.
         """
         facts = served_facts(config, folder)
+        self._metrics = Metrics(
+            Sources(self._snapshots, self._degraded, lambda: self._flow.num_waiting),
+            build={
+                "version": version("diptych"),
+                "model": facts.served_name,
+                "revision": facts.revision,
+            },
+            slo=Slo(config.admission.slo.ttft_s, config.admission.slo.tpot_s),
+        )
+        observer = MetricsObserver(self._metrics)
         self._flow = build_flow(
             config,
             facts,
             directory,
             secret=secret,
             ingress=IngressFacts(ingress, os.getpid(), config.mode),
-            observer=FlowObserver(),
-            render=str,
+            observer=observer,
+            render=self._metrics.render,
         )
         tokenizer = Tokenizer.load(folder.path)
         self._listener = HttpListener(
-            build_app(self._flow, _http_settings(config), tokenizer), taken
+            build_app(self._flow, _http_settings(config), tokenizer, observer=observer), taken
         )
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -70,7 +82,11 @@ class IngressServer:
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(work, context=contextvars.Context(), name=name)
-            for name, work in (("flow", self._flow.run()), ("http", self._listener.run()))
+            for name, work in (
+                ("flow", self._flow.run()),
+                ("http", self._listener.run()),
+                ("metrics", self._metrics.run()),
+            )
         ]
 
     def check(self) -> None:
@@ -86,13 +102,20 @@ class IngressServer:
 
     async def stop(self, grace_s: float) -> None:
         """Take no new connection, give open streams the grace period, then end everything."""
-        flow, http = self._tasks
+        flow, http, metrics = self._tasks
         self._listener.stop(grace_s)
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait({http}, timeout=grace_s + 1.0)
-        for task in (http, flow):
+        for task in (http, flow, metrics):
             task.cancel()
-        await asyncio.gather(http, flow, return_exceptions=True)
+        await asyncio.gather(http, flow, metrics, return_exceptions=True)
+
+    def _snapshots(self) -> list[WorkerSnapshot]:
+        peers = self._flow.sessions.peers
+        return [peer.snapshot for peer in peers if peer.snapshot is not None]
+
+    def _degraded(self) -> tuple[str, ...]:
+        return self._flow.ready().reasons
 
 
 def _http_settings(config: Config) -> HttpSettings:

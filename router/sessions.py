@@ -42,8 +42,11 @@ class SessionSink(Protocol):
     def worker_lost(self, worker: WorkerId, reason: str) -> None:
         """The session ended; nothing this worker held for us exists any more."""
 
+    def reported(self, snapshot: WorkerSnapshot) -> None:
+        """A worker sent its state."""
+
     def changed(self) -> None:
-        """Some worker came, went or reported a new state."""
+        """Some worker came or went."""
 
 
 @dataclass(slots=True)
@@ -149,7 +152,7 @@ class WorkerSessions:
         peer = self._peers.get(session.peer.peer)
         if peer is not None and peer.session is session:
             peer.snapshot = snapshot
-            self._sink.changed()
+            self._sink.reported(snapshot)
 
     def _follow(self, group: asyncio.TaskGroup) -> None:
         """Make the peers equal to the directory's list."""

@@ -172,6 +172,7 @@ async def mini_cluster(
     cache_dir = cache or tmp_path / "cache"
     folder = resolve_model(str(model), None, cache_dir)
     env = os.environ | {"DIPTYCH_CACHE": str(cache_dir), "OMP_NUM_THREADS": "1"}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling transformers anew costs seconds a start
 
     async def start_worker(name: str) -> WorkerProcess:
         process = await asyncio.create_subprocess_exec(
