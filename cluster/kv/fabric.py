@@ -9,6 +9,7 @@ cancel a posted operation, so a timed-out one poisons its group on both sides.
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -150,4 +151,6 @@ class GlooPlane:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """The message without the source position that gloo puts in front of it."""
+    line = (str(error) or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[[^\]]*:\d+\]\s*", "", line)
