@@ -82,10 +82,12 @@ class Receiver:
         seed_for: Callable[[str], bytes],
         on_attach: OnAttach,
         on_failed: Callable[[AttemptKey, HandoffError], None],
+        on_freed: Callable[[], None],
         host: str = "127.0.0.1",
     ) -> None:
         """`on_attach` takes over one reference per block; `host` is where links listen.
 
+        `on_freed` is called, from whichever thread, when blocks of a dropped transfer came back.
         Frames say themselves whether they carry a checksum, so `checksum` is not needed here.
         """
         self.tickets = TicketBook(ledger, block_size=block_size)
@@ -100,6 +102,7 @@ class Receiver:
         self._seed_for = seed_for
         self._on_attach = on_attach
         self._on_failed = on_failed
+        self._on_freed = on_freed
         self._host = host
         self._peers: dict[Session, _Peer] = {}
         self._by_key: dict[AttemptKey, tuple[_Peer, IncomingTransfer]] = {}
@@ -357,6 +360,7 @@ class Receiver:
         """Runs here or on the link's thread; the ledger takes either."""
         self._ledger.abort_loading(transfer.job.key)
         self._ledger.release(transfer.prefix_rows)
+        self._on_freed()
 
     def _forget(self, peer: _Peer, transfer: IncomingTransfer) -> None:
         peer.transfers.pop(transfer.transfer, None)

@@ -8,6 +8,7 @@ frees whatever it holds at that moment.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.assembly import engine_loader, worker_settings
@@ -83,6 +84,8 @@ class DecodeService(WorkerBase):
             seed_for=self.seed_for,
             on_attach=self._on_attach,
             on_failed=self._on_transfer_failed,
+            on_freed=partial(self._engine.post, Nudge()),
+            host=self.settings.host,
         )
 
     async def _close_engine(self) -> None:
@@ -213,7 +216,6 @@ class DecodeService(WorkerBase):
     def _on_transfer_failed(self, key: AttemptKey, error: HandoffError) -> None:
         """A transfer broke before its commit; its blocks are already on their way back."""
         self._fail(key, error.code, error.message)
-        self._engine.post(Nudge())
         self.changed()
 
     def _on_tokens(self, outputs: Sequence[TokenOut]) -> None:

@@ -82,6 +82,7 @@ class PrefillService(WorkerBase):
             checksum=self.settings.checksum,
             on_done=self._on_handed_off,
             seed_for=self.seed_for,
+            host=self.settings.host,
         )
 
     async def _close_engine(self) -> None:

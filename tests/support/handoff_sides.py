@@ -112,6 +112,7 @@ class DecodeSide:
             seed_for=seed_for,
             on_attach=self._attach,
             on_failed=self._fail,
+            on_freed=lambda: None,
         )
         self.server = SessionServer(identity(Role.DECODE, layout), self.receiver, OPTIONS)
 
