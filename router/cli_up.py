@@ -82,7 +82,12 @@ def _serve(
         with signals.interrupting():
             console.begin("check the port and the model")
             config = claim_port(config)
-            folder = resolve_model(config.model.id, config.model.revision, environment.cache_dir)
+            folder = resolve_model(
+                config.model.id,
+                config.model.revision,
+                environment.cache_dir,
+                progress=lambda text, _fraction: console.begin(text),
+            )
             check_memory(config, folder)
             cluster = _cluster(args, config, folder, environment)
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import TextIO
 
+MIN_PHASE_S = 0.05  # shorter phases are not worth a line
+
 
 class Console:
     """Two text streams and the phases of a start."""
@@ -40,7 +42,9 @@ class Console:
         print(f"diptych: {text}", file=self._err, flush=True)
 
     def begin(self, phase: str) -> None:
-        """Start a phase; the one before is printed with its seconds."""
+        """Start a phase, unless it runs already; the one before is printed with its seconds."""
+        if phase == self._phase:
+            return
         self.end_phase()
         self._phase, self._since_s = phase, monotonic_s()
 
@@ -48,7 +52,8 @@ class Console:
         """Print the running phase, if any: one line with its seconds."""
         if self._phase is not None:
             seconds = monotonic_s() - self._since_s
-            self.say(f"{seconds:6.1f} s  {self._phase}{'  FAILED' if failed else ''}")
+            if failed or seconds >= MIN_PHASE_S:
+                self.say(f"{seconds:6.1f} s  {self._phase}{'  FAILED' if failed else ''}")
             self._phase = None
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -8,7 +8,6 @@ speed, and a worker that fails is not replaced.
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -49,7 +48,6 @@ class LocalCluster:
         Raises:
             ModelError: the model cannot be served.
         """
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._thread.start()
         begin("start workers and load the model")
         asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()

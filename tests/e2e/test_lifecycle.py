@@ -20,7 +20,7 @@ from tests.support.cluster_process import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-PHASES = ["check the port", "start Ray", "start Serve"]
+PHASES = ["import Ray", "start Ray", "start Serve"]
 
 
 def test_interrupt_leaves_no_process_and_exits_with_0():
