@@ -9,6 +9,7 @@ the worker's own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,14 @@ from cluster.types import Incarnation, Role, WorkerAddress, WorkerId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from types import ModuleType
 
     from cluster.worker import WorkerBase
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 1.0  # for sessions, links and the engine, after the drain
+_LAST_STEP = "raise_sys_exit_with_custom_error_message"
 
 
 def to_metadata(address: WorkerAddress) -> dict[str, str | int]:
@@ -49,16 +56,24 @@ def from_metadata(metadata: dict[str, Any]) -> WorkerAddress | None:
 class WorkerShell:
     """Base of the two deployment classes; the method names are Serve's."""
 
-    async def _open(self, worker: WorkerBase) -> None:
+    async def _open(self, worker: WorkerBase, *, grace_s: float, process: ModuleType) -> None:
         """Start the worker; returns when it listens.
+
+        Args:
+            worker: what this replica runs.
+            grace_s: how long a drain may take once the process is told to end.
+            process: Ray's module of the worker process, see `_drain_at_sigterm`.
 
         Raises:
             ModelError: the model cannot be served.
         """
         logging.getLogger().setLevel(logging.INFO)
         self._worker = worker
+        self._grace_s = grace_s
+        self._loop = asyncio.get_running_loop()
         self._stopped = asyncio.Event()
         self._address = await worker.start()
+        self._drain_at_sigterm(process)
 
     def record_replica_metadata(self) -> dict[str, str | int]:
         """Where to open sessions; asked once, after the start."""
@@ -80,6 +95,30 @@ class WorkerShell:
             raise WorkerLostError(f"{self._address.worker} is not the incarnation {target}")
         yield self._address.incarnation
         await self._stopped.wait()
+
+    def _drain_at_sigterm(self, process: ModuleType) -> None:
+        """Let SIGTERM drain the worker before the process ends.
+
+        Only the main thread may install a signal handler, and Ray keeps that thread in C++; but
+        Ray's own handler looks its last step up by name, so the drain is put in front of it.
+        """
+        end_process = getattr(process, _LAST_STEP, None)
+        if end_process is None:
+            log.warning("this version of Ray ends a worker without a drain at SIGTERM")
+            return
+
+        def drain_first(*args: object, **kwargs: object) -> None:
+            self._terminate()
+            end_process(*args, **kwargs)
+
+        setattr(process, _LAST_STEP, drain_first)
+
+    def _terminate(self) -> None:
+        """Drain within the grace period; runs on the main thread, beside the event loop."""
+        log.info("%s: SIGTERM, draining", self._address.worker)
+        drained = asyncio.run_coroutine_threadsafe(self._worker.stop(self._grace_s), self._loop)
+        with contextlib.suppress(TimeoutError):
+            drained.result(self._grace_s + CLOSE_S)
 
     async def close(self) -> None:
         """Stop the worker; Serve calls it after the last hold has ended or timed out."""

@@ -23,11 +23,13 @@ class PrefillWorker(WorkerShell):
     ) -> None:
         """Load the model and listen; the replica is ready when this returns."""
         from ray import serve
+        from ray._private import worker as process
 
         from prefill.service import build
 
         rank = serve.get_replica_context().rank.rank
-        await self._open(build(config, folder, WorkerId(f"prefill-{rank}"), secret))
+        worker = build(config, folder, WorkerId(f"prefill-{rank}"), secret)
+        await self._open(worker, grace_s=config.shutdown_grace_s, process=process)
 
     async def __del__(self) -> None:
         """Serve's last call before it ends the process."""

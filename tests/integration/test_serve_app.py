@@ -50,13 +50,20 @@ class Ingress:
 
 
 @pytest.fixture(scope="module")
-def ingress() -> Iterator[Ingress]:
+def drain_marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that a stub worker writes when it is told to drain."""
+    return tmp_path_factory.mktemp("drain") / "marker"
+
+
+@pytest.fixture(scope="module")
+def ingress(drain_marker: Path) -> Iterator[Ingress]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.stub_pool"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
+        env=os.environ | {"STUB_DRAIN_MARKER": str(drain_marker)},
     )
     with process:
         yield Ingress(process)
@@ -94,3 +101,11 @@ def test_unhealthy_worker_is_replaced(ingress: Ingress):
     incarnation, pid = ingress.listed()["decode-0"]
     ingress.call("fail", "decode", incarnation)
     assert ingress.listed("decode-0", incarnation)["decode-0"][1] != pid
+
+
+def test_terminated_worker_drains_before_it_is_replaced(ingress: Ingress, drain_marker: Path):
+    incarnation, pid = ingress.listed()["decode-0"]
+    assert not drain_marker.exists()
+    os.kill(pid, signal.SIGTERM)
+    assert ingress.listed("decode-0", incarnation)["decode-0"][1] != pid
+    assert drain_marker.read_text() == "decode-0 2.0"

@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import sys
+from pathlib import Path
 from typing import Any
 
 from cluster.config import load_config
@@ -36,17 +37,20 @@ class StubWorker:
     def healthy(self) -> str | None:
         return self.reason
 
-    async def stop(self) -> None:
+    async def stop(self, grace_s: float = 0.0) -> None:
         self.reason = "stopped"
+        if grace_s and (marker := os.environ.get("STUB_DRAIN_MARKER")):
+            await asyncio.to_thread(Path(marker).write_text, f"{self._worker} {grace_s}")
 
 
 class StubReplica(WorkerShell):
     async def __init__(self, role: str) -> None:  # type: ignore[misc]
         from ray import serve
+        from ray._private import worker as process
 
         rank = serve.get_replica_context().rank.rank
         worker: Any = StubWorker(WorkerId(f"{role}-{rank}"), Role(role))
-        await self._open(worker)
+        await self._open(worker, grace_s=2.0, process=process)
 
     def fail(self, target: str) -> None:
         worker: Any = self._worker
