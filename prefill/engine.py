@@ -2,8 +2,8 @@
 
 It promises that a block named by a step is not freed while the step runs, because commands take
 effect only between steps, and that a job to be handed off gets a reference of its own on its
-blocks before anyone can release them: the receiver of `Started` owns that reference. It knows
-nothing of sessions, links or Ray.
+blocks before anyone can release them: the receiver of `Started` owns that reference, and hears of
+no other jobs. It knows nothing of sessions, links or Ray.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ class PrefillCore:
         """Schedule and run one step, if there is one to run."""
         assert self.loaded is not None
         plan = self._scheduler.schedule(now_s)
-        for started in plan.started:
-            if started.key in self._hand_off:
-                self._ledger.share(started.block_ids)
-        events: list[PrefillEvent] = list(plan.started)
+        kept = [started for started in plan.started if started.key in self._hand_off]
+        for started in kept:
+            self._ledger.share(started.block_ids)
+        events: list[PrefillEvent] = list(kept)
         if plan.batch is None:
             return Turn(events, plan.wake_at_s)
         result = self.loaded.runner.run(plan.batch)

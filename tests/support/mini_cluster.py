@@ -123,6 +123,16 @@ class MiniCluster:
     def status_workers(self) -> list[dict[str, Any]]:
         return [w for w in self.flow.status()["workers"] if w["state"] == "ready"]
 
+    async def until_sent(self, num_bytes: int, timeout_s: float = 20.0) -> None:
+        """Wait until the workers report just so many bytes of KV sent; more is a failure."""
+        async with asyncio.timeout(timeout_s):
+            while (sent := self._sent_bytes()) != num_bytes:
+                assert sent < num_bytes
+                await self.flow.line.changed(0.2)
+
+    def _sent_bytes(self) -> int:
+        return sum(w["handoff_bytes_sent"] for w in self.status_workers())
+
 
 def _is_quiet(worker: dict[str, Any]) -> bool:
     blocks = worker["blocks"]
