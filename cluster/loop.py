@@ -2,8 +2,9 @@
 
 `EngineThread` owns the thread in which every torch call of a worker happens: it opens the core
 there, hands it commands between steps, runs steps while there is work and sleeps on a queue when
-there is none. Events go back to the event loop in one call per turn. A core that raises ends the
-thread, and the failure reaches the loop at once with its traceback; nothing dies silently.
+there is none. Events go back to the event loop in one call per turn. A core or a receiver of its
+events that raises ends the thread, and the failure reaches the loop at once with its traceback;
+nothing dies silently.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class EngineThread(Generic[C, E]):
     """One core, one thread, one inbox.
 
     `deliver` is called on the event loop with each turn's events; `failed` once, also on the loop,
-    if the core raises. `post` may be called from any thread.
+    if the core or `deliver` raises. `post` may be called from any thread.
     """
 
     def __init__(
@@ -118,8 +119,7 @@ class EngineThread(Generic[C, E]):
             self._turns(loop)
         except BaseException as error:  # task root: the worker becomes unhealthy
             log.exception("engine thread %s failed", self._name)
-            self.error = error
-            _call(loop, self._failed, error)
+            _call(loop, self._give_up, error)
 
     def _turns(self, loop: asyncio.AbstractEventLoop) -> None:
         wake_at_s: float | None = None
@@ -129,8 +129,24 @@ class EngineThread(Generic[C, E]):
             turn = self._core.step(now_s)
             self._step_started_s = None
             if turn.events:
-                _call(loop, self._deliver, turn.events)
+                _call(loop, self._hand_over, turn.events)
             wake_at_s = turn.wake_at_s
+
+    def _hand_over(self, events: Sequence[E]) -> None:
+        """Deliver one turn, on the loop; a receiver that raises has lost track of its jobs."""
+        if self.error is not None:
+            return
+        try:
+            self._deliver(events)
+        except Exception as error:  # task root: the worker becomes unhealthy
+            log.exception("events of engine thread %s could not be handled", self._name)
+            self._inbox.put(None)
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+            self._failed(error)
 
     def _take(self, wake_at_s: float | None) -> bool:
         """Apply all queued commands, waiting for one until `wake_at_s`; False means stop."""

@@ -81,3 +81,23 @@ async def test_a_core_that_raises_reports_it_once_and_at_once():
     assert isinstance(error, ValueError)
     assert engine.error is error
     await engine.stop()
+
+
+async def test_a_receiver_that_raises_is_a_failure_too():
+    failures: asyncio.Queue = asyncio.Queue()
+    delivered = []
+
+    def deliver(events):
+        delivered.extend(events)
+        raise ValueError("lost track")
+
+    engine = EngineThread("test", _Echo(), deliver=deliver, failed=failures.put_nowait)
+    await engine.start()
+    engine.post("first")
+    error = await asyncio.wait_for(failures.get(), 5)
+    assert str(error) == "lost track"
+    engine.post("second")
+    await engine.stop()
+    assert engine.error is error
+    assert delivered == ["first"]
+    assert failures.empty()
