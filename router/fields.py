@@ -60,15 +60,13 @@ def invalid(message: str, param: str | None, code: str = "invalid_value") -> NoR
 def decode_object(body: bytes) -> dict[str, Any]:
     """The body as a JSON object without its nulls. Raises RequestError if it is none."""
     try:
-        value = msgspec.json.decode(body)
+        cleaned = without_nulls(msgspec.json.decode(body))
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         invalid(f"the body is not valid JSON: {error}", None, "invalid_json")
     except RecursionError:
         invalid("the body is nested too deeply", None, "invalid_json")
-    if not isinstance(value, dict):
+    if not isinstance(cleaned, dict):
         invalid("the body must be a JSON object", None, "invalid_json")
-    cleaned = without_nulls(value)
-    assert isinstance(cleaned, dict)
     return cleaned
 
 

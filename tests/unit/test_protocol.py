@@ -138,7 +138,10 @@ async def test_neutral_values_and_fields_without_effect_pass(http):
     assert "x-diptych-ignored" not in response.headers
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_0])
+NESTED = b'{"metadata": ' + b"[" * 500 + b"]" * 500 + b"}"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 1000, NESTED])
 async def test_bodies_that_are_no_json_object(http, body):
     response = await http.post("/v1/completions", content=body)
     assert response.status_code == 400
