@@ -52,7 +52,7 @@ class Config(Section):
     batch: BatchSection = BatchSection()
     http: HttpSection = HttpSection()
     request_timeout_s: PositiveSeconds = 600.0
-    shutdown_grace_s: Annotated[float, Field(ge=0, le=3600)] = 2.0
+    shutdown_grace_s: Annotated[float, Field(ge=0, le=3600)] = 1.5
     redis: RedisSection = RedisSection()
     transport: Literal["auto", "local", "gloo", "nccl"] = "auto"
     link: LinkSection = LinkSection()

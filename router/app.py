@@ -36,7 +36,7 @@ APPLICATION = "diptych"
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours travels through it
 MAX_ONGOING = 10_000  # holds of ingresses on one worker; never a limit of ours
 TRACEBACK_LINES = 12
-STOP_SERVE_S = 3.0
+STOP_SERVE_S = 1.0  # beyond the grace period of open streams
 STOP_PROCESS_S = 2.0
 
 _RAY_ENVIRONMENT = {
@@ -150,7 +150,7 @@ class RayCluster:
         # a thread, since Serve waits without a limit when its controller is already gone
         stopper = threading.Thread(target=_stop_serve, daemon=True, name="stop serve")
         stopper.start()
-        stopper.join(STOP_SERVE_S)
+        stopper.join(self._config.shutdown_grace_s + STOP_SERVE_S)
         import ray
 
         ray.shutdown()
@@ -178,9 +178,8 @@ class RayCluster:
         if self._config.prefill_replicas:
             pools[Role.PREFILL.value] = self._pool(PrefillWorker, Role.PREFILL)
         pools[Role.DECODE.value] = self._pool(DecodeWorker, Role.DECODE)
-        return self._deployment(IngressReplica, "ingress", self._config.http.replicas).bind(
-            self._config, self._folder, self._secret, pools
-        )
+        ingress = self._deployment(IngressReplica, "ingress", self._config.http.replicas)
+        return ingress.bind(self._config, self._folder, self._secret, pools)
 
     def _pool(self, worker: type, role: Role) -> Any:  # noqa: ANN401  # a Serve Application
         config = self._config
