@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.clock import monotonic_s
@@ -133,6 +134,7 @@ class WholeAnswer:
             return view.status
         self._generation.mark("done")
         self.started = True
+        routed = replace(routed, cached_tokens=self._generation.cached_tokens)  # all prompts' now
         await respond(self._send, 200, body, headers + routed_headers(routed), content_type=JSON)
         return 200
 

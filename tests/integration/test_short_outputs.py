@@ -1,4 +1,4 @@
-"""Outputs of one, two and three tokens: exact counts, no KV moved for a prompt that ends at once."""
+"""Outputs of one, two and three tokens: exact counts, no KV moved for an end at token 1."""
 
 from __future__ import annotations
 
