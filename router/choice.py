@@ -112,6 +112,7 @@ class Choice:
         self._error: DiptychError | None = None
         self._decode_spoke = False
         self._prefill_finished = False
+        self._cached_tokens = 0  # this choice's part of the record's
 
     @property
     def key(self) -> AttemptKey:
@@ -155,8 +156,9 @@ class Choice:
             return
         for phase in delta.phases:
             self.record.place(phase, worker, arrived_s, delta.key.attempt)
-        if delta.cached_tokens is not None and self.index == 0:
-            self.record.cached_tokens = delta.cached_tokens
+        if delta.cached_tokens is not None and self._job.sampling.choice == 0:  # once a prompt
+            self.record.cached_tokens += delta.cached_tokens - self._cached_tokens
+            self._cached_tokens = delta.cached_tokens
         from_decode = worker == self.decode
         if from_decode:
             self._decode_spoke = True
@@ -215,33 +217,35 @@ class Choice:
         """Reserve and submit; False asks for another try with a new attempt number."""
         asked_s = monotonic_s()
         async with self._host.line.turn():
-            decision, reserve_s = await self._reserve()
-        waited_s = monotonic_s() - asked_s - reserve_s
-        self.record.add_phase("admit", "ingress", asked_s, waited_s, self.key.attempt)
-        self.record.add_phase(
-            "reserve", decision.decode or "", asked_s + waited_s, reserve_s, self.key.attempt
-        )
+            decision, route_s, reserve_s = await self._reserve()
+        reserved_s, attempt = monotonic_s() - reserve_s, self.key.attempt
+        routed_s = reserved_s - route_s
+        self.record.add_phase("admit", "ingress", asked_s, routed_s - asked_s, attempt)
+        self.record.add_phase("route", "ingress", routed_s, route_s, attempt)
+        self.record.add_phase("reserve", decision.decode or "", reserved_s, reserve_s, attempt)
         self.record.decision = decision
         reason = "retry" if self.record.attempts else "first"
         self.record.attempts.append(AttemptRecord(decision.prefill, decision.decode, reason))
         return decision.kind == "local" or await self._submit(decision)
 
-    async def _reserve(self) -> tuple[Decision, float]:
+    async def _reserve(self) -> tuple[Decision, float, float]:
         """At the head of the line: ask until some decode worker takes the job.
 
-        Returns the decision and how long the successful question took, seconds.
+        Returns the decision, how long it took to make, and the successful question, seconds.
         """
         while True:
             if not self._host.sessions.alive(Role.DECODE):
                 raise NoDecodeWorkersError("no decode worker is alive")
+            started_s = monotonic_s()
             decision = self._host.policy.choose(self._host.view(), self._route)
+            route_s = monotonic_s() - started_s
             retry_after_s = RECHECK_S
             decodes = dict.fromkeys(c.decode for c in decision.candidates)
             for decode in list(decodes)[:MAX_DECODE_CANDIDATES]:
                 asked_s = monotonic_s()
                 refused = await self._ask_decode(decode, decision)
                 if refused is None:
-                    return replace(decision, decode=decode), monotonic_s() - asked_s
+                    return replace(decision, decode=decode), route_s, monotonic_s() - asked_s
                 self._judge(refused)
                 retry_after_s = min(retry_after_s, refused.retry_after_s or RECHECK_S)
             await self._host.line.changed(max(MIN_RECHECK_S, retry_after_s))

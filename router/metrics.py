@@ -45,6 +45,11 @@ class MetricsObserver(FlowObserver, IngressObserver):
     def request_over(self, record: RequestRecord, cancelled_in: str | None) -> None:
         """A client request that reached the flow ended."""
         self._metrics.request_over(request_sample(record, cancelled_in))
+        for phase in record.phases:
+            if phase.name == "route":
+                self._metrics.decision_made(phase.duration_s)
+        if record.status == "failed" and record.decision is None:
+            self._metrics.request_rejected(record.error_code or "internal_error")
 
 
 def request_sample(record: RequestRecord, cancelled_in: str | None) -> RequestSample:
