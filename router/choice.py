@@ -49,7 +49,7 @@ from cluster.wire.messages import (
     SubmitPrefill,
 )
 from router.journal import ChoiceJournal
-from router.records import AttemptRecord, RequestRecord
+from router.records import AttemptRecord, RequestRecord, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,7 +101,7 @@ class Choice:
         self.record = record
         self.prefill: WorkerId | None = None
         self.decode: WorkerId | None = None
-        self.phase = "queue"  # queue, prefill, handoff, decode: where a cancel finds it
+        self._stage: Stage = "queue"
         self.journal = ChoiceJournal(index, job.sampling.max_tokens)
         self._host = host
         self._job = job
@@ -120,6 +120,17 @@ class Choice:
         return self._job.key
 
     @property
+    def stage(self) -> Stage:
+        """Where a cancel would find this choice."""
+        return self._stage
+
+    @stage.setter
+    def stage(self, stage: Stage) -> None:
+        self._stage = stage
+        if self.index == 0:
+            self.record.stage = stage
+
+    @property
     def finish(self) -> FinishReason | None:
         """Why it ended, once it has."""
         return self.journal.finish
@@ -127,7 +138,7 @@ class Choice:
     @property
     def queued_prompt_tokens(self) -> int:
         """Prompt tokens this choice still has queued or in compute on its prefill worker."""
-        return self._route.prompt_tokens if self.phase == "prefill" else 0
+        return self._route.prompt_tokens if self.stage == "prefill" else 0
 
     async def run(self) -> None:
         """Place the choice and follow it to its end.
@@ -162,9 +173,9 @@ class Choice:
         from_decode = worker == self.decode
         if from_decode:
             self._decode_spoke = True
-            self.phase = "decode"
-        elif self.phase == "prefill":
-            self.phase = "handoff"
+            self.stage = "decode"
+        elif self.stage == "prefill":
+            self.stage = "handoff"
             self._host.line.notify()
         if delta.finish is not None:
             self._prefill_finished = not from_decode
@@ -198,12 +209,12 @@ class Choice:
 
     def worker_lost(self, worker: WorkerId, reason: str) -> None:
         """A session ended; it matters only while this choice still needs that worker."""
-        if worker == self.decode and self.phase != "queue":
+        if worker == self.decode and self.stage != "queue":
             if not self._host.sessions.alive(Role.DECODE):
                 self._end(NoDecodeWorkersError(f"decode worker {worker} was lost: {reason}"))
             else:
                 self._end(WorkerLostError(f"decode worker {worker} was lost: {reason}"))
-        elif worker == self.prefill and not self._decode_spoke and self.phase != "queue":
+        elif worker == self.prefill and not self._decode_spoke and self.stage != "queue":
             self._end(HandoffError(f"prefill worker {worker} was lost: {reason}"))
 
     def _end(self, error: DiptychError) -> None:
@@ -266,7 +277,7 @@ class Choice:
         )
         if isinstance(answer, Reserved | Accepted):
             if decision.kind == "local":
-                self.phase = "decode"
+                self.stage = "decode"
             return None
         self._host.unregister(self)
         self.prefill = self.decode = None
@@ -280,7 +291,7 @@ class Choice:
     async def _submit(self, decision: Decision) -> bool:
         """Send the prompt to the prefill worker; the ticket is given back if it refuses."""
         assert decision.prefill is not None
-        self.phase = "prefill"
+        self.stage = "prefill"
         answer: Message | None = None
         target = self._target()
         if target is not None or self.decode is None:
@@ -292,7 +303,7 @@ class Choice:
             self._judge(answer)
         self._withdraw()
         self._host.unregister(self)
-        self.phase = "queue"
+        self.stage = "queue"
         if isinstance(answer, Refused):
             await self._host.line.changed(min(RECHECK_S, answer.retry_after_s or RECHECK_S))
         return False

@@ -304,6 +304,7 @@ class Flow:
             tenant=request.tenant,
             received_s=request.received_s,
             prompt_tokens=sum(len(prompt) for prompt in request.prompts),
+            label=request.client_request_id,
         )
         accept_s = max(0.0, started_s - request.received_s - request.tokenize_s)
         record.add_phase("accept", "ingress", request.received_s, accept_s)

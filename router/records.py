@@ -30,6 +30,7 @@ TTFT_PHASES = frozenset(
 )
 
 Status = Literal["running", "completed", "failed", "cancelled"]
+Stage = Literal["queue", "prefill", "handoff", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,9 @@ class RequestRecord:
     tenant: str
     received_s: float
     prompt_tokens: int
+    label: str = ""  # the client's x-request-id
     status: Status = "running"
+    stage: Stage = "queue"  # where the first choice is, or was when the request ended
     error_code: str | None = None
     finish_reason: str | None = None
     cached_tokens: int = 0
@@ -109,7 +112,9 @@ class RequestRecord:
             "id": self.id,
             "trace_id": self.trace_id,
             "tenant": self.tenant,
+            "label": self.label,
             "status": self.status,
+            "stage": self.stage,
             "error": self.error_code,
             "finish_reason": self.finish_reason,
             "prompt_tokens": self.prompt_tokens,

@@ -107,7 +107,7 @@ class RunningGeneration:
             return
         self._closed = True
         unfinished = [choice for choice in self.choices if choice.finish is None]
-        self.cancelled_in = unfinished[0].phase if unfinished else None
+        self.cancelled_in = unfinished[0].stage if unfinished else None
         for task in self._tasks:
             task.cancel()
         self._finish_record()
