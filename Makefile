@@ -61,6 +61,10 @@ static: setup
 unit: setup  ## the fast tests only
 	@$(BIN)/python -m pytest -q tests/unit
 
+.PHONY: soak
+soak: setup  ## long runs with the real model: minutes to hours
+	@$(BIN)/python -m pytest -s tests/soak
+
 .PHONY: format
 format: setup  ## rewrite the sources in house format
 	@$(BIN)/ruff check --quiet --fix-only $(SOURCES)
