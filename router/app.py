@@ -8,8 +8,10 @@ imported inside functions because Serve reads its environment variables at impor
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import secrets
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +48,8 @@ _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+_MARKER = "DIPTYCH_STARTED_BY"  # in the environment of every process that Ray starts for us
 
 
 class IngressReplica:
@@ -104,6 +108,7 @@ class RayCluster:
         self._secret = secret
         self._daemons: list[tuple[str, psutil.Process]] = []
         self._has_ray = False
+        self._marker = secrets.token_hex(8)
 
     def start(self, begin: Phase) -> None:
         """Start everything; returns when all replicas are ready.
@@ -139,14 +144,14 @@ class RayCluster:
 
     def failure(self) -> str | None:
         """Why the cluster cannot go on, if so: a daemon of Ray has ended."""
-        gone = [name for name, process in self._daemons if not process.is_running()]
+        gone = [name for name, process in self._daemons if not _runs(process)]
         return f"{', '.join(gone)} ended" if gone else None
 
     def stop(self) -> None:
         """Stop the application, then Ray, then whatever is left of its processes."""
         if not self._has_ray:
             return
-        processes = psutil.Process().children(recursive=True)
+        processes = self._processes()
         # a thread, since Serve waits without a limit when its controller is already gone
         stopper = threading.Thread(target=_stop_serve, daemon=True, name="stop serve")
         stopper.start()
@@ -159,6 +164,15 @@ class RayCluster:
             process.kill()
         psutil.wait_procs(alive, timeout=STOP_PROCESS_S)
 
+    def _processes(self) -> list[psutil.Process]:
+        """Everything Ray started for us, orphans of a dead raylet included."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(_MARKER) == self._marker:
+                    found.append(process)
+        return found
+
     @property
     def _num_processes(self) -> int:
         """Ray starts as many worker processes ahead; Serve's controller is one of them."""
@@ -168,6 +182,7 @@ class RayCluster:
         threads = max(self._config.prefill_threads, self._config.decode_threads)
         os.environ.update(_RAY_ENVIRONMENT)
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ[_MARKER] = self._marker
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
     def _application(self) -> Any:  # noqa: ANN401  # a Serve Application
@@ -227,6 +242,11 @@ def _logging() -> Any:  # noqa: ANN401  # a Serve LoggingConfig
     from ray.serve.schema import LoggingConfig
 
     return LoggingConfig(log_level="WARNING", enable_access_log=False)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether a child of ours still works; an ended one stays a zombie until it is waited for."""
+    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
 
 
 def _stop_serve() -> None:

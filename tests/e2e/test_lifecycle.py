@@ -7,10 +7,12 @@ import socket
 import subprocess
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from tests.support.cluster_process import (
     DIPTYCH,
+    GONE_S,
     environment,
     run_cli,
     running_cluster,
@@ -109,3 +111,14 @@ def test_termination_is_a_clean_stop():
     with running_cluster("--local") as cluster:
         code, _ = cluster.interrupt(number=signal.SIGTERM)
     assert code == 0
+
+
+def test_death_of_rays_daemon_ends_the_cluster_with_a_reason():
+    with running_cluster() as cluster:
+        processes = cluster.descendants()
+        next(process for process in processes if process.name() == "raylet").kill()
+        cluster.lines.extend(cluster.process.stdout or ())
+        assert cluster.process.wait(30) == 1
+        _, alive = psutil.wait_procs(processes, timeout=GONE_S)
+    assert not alive
+    assert "raylet ended" in "".join(cluster.lines)
