@@ -46,6 +46,7 @@ _RAY_ENVIRONMENT = {
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # the ingress has a listener of its own
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.2",  # 0.02 would cost a fifth of a core for ever
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # the default, 15, lets any other process stall the engines
     "TOKENIZERS_PARALLELISM": "false",
 }
 
