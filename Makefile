@@ -1,5 +1,6 @@
 # Two commands matter: `make run` and `make test`. `make help` lists the rest.
 # TORCH_INDEX=URL  take torch from that wheel index (a CPU one saves a CUDA download of gigabytes)
+# BENCH=A,B        sections of `make bench`: idle, lag, ttft, cpu, throughput (default: all)
 # CONFIG=FILE      the cluster that `make run` starts (default: built in, equal to configs/laptop.yaml)
 
 SHELL := /bin/bash
@@ -9,6 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE  # without .pyc files every worker compiles its
 
 PYTHON ?= python3.11
 TORCH_INDEX ?=
+BENCH ?=
 CONFIG ?=
 BIN := .venv/bin
 STAMP := .venv/.diptych-installed
@@ -64,6 +66,10 @@ unit: setup  ## the fast tests only
 .PHONY: soak
 soak: setup  ## long runs with the real model: minutes to hours
 	@$(BIN)/python -m pytest -s tests/soak
+
+.PHONY: bench
+bench: setup  ## measure against fair rivals on a quiet machine; tables, and out/bench.json
+	@exec $(BIN)/python -m cluster.bench $(if $(BENCH),--only $(BENCH))
 
 .PHONY: format
 format: setup  ## rewrite the sources in house format

@@ -13,7 +13,13 @@ ROOT = Path(__file__).parents[2]
 HOUSES = ("cluster", "router", "prefill", "decode")
 SOURCES = sorted(path for house in HOUSES for path in (ROOT / house).rglob("*.py"))
 
-TORCH_HOMES = ("cluster/kv/", "cluster/model/", "prefill/engine", "decode/engine")
+TORCH_HOMES = (
+    "cluster/kv/",
+    "cluster/model/",
+    "prefill/engine",
+    "decode/engine",
+    "cluster/bench/rivals/plain_transformers.py",
+)
 DISTRIBUTED_HOMES = ("cluster/kv/fabric.py", "cluster/model/parallel.py")
 
 

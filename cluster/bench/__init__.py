@@ -1,0 +1,1 @@
+"""Measurements of the running product beside fair rivals: `python -m cluster.bench`."""

@@ -1,0 +1,1 @@
+"""What the product is measured against; each module runs as a process of its own."""
