@@ -84,6 +84,8 @@ def _client_error(error: RequestError) -> ErrorView:
     default = 404 if isinstance(error, ModelNotFoundError) else 400
     status = _STATUS_BY_CODE.get(code, default)
     headers = (("www-authenticate", "Bearer"),) if status == 401 else ()
+    if status in (408, 413):  # the rest of the body is not wanted on this connection
+        headers = (("connection", "close"),)
     return ErrorView(status, error.message, "invalid_request_error", code, error.param, headers)
 
 

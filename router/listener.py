@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from cluster.errors import ConfigError
+from router.http_protocol import BoundedHttpProtocol
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -68,13 +69,19 @@ def _is_ipv6(host: str) -> bool:
 class HttpListener:
     """One application on one socket."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], taken: socket.socket) -> None:
-        """Serve `app` on a socket from `bind`; nothing is accepted before `start`."""
+    def __init__(
+        self,
+        app: Callable[..., Awaitable[None]],
+        taken: socket.socket,
+        protocol: type[BoundedHttpProtocol] = BoundedHttpProtocol,
+    ) -> None:
+        """Serve `app` on a socket from `bind`; nothing is accepted before `run`."""
         self._socket = taken
         self._server = _Server(
             uvicorn.Config(
                 app,
                 loop="none",
+                http=protocol,
                 lifespan="off",
                 access_log=False,
                 log_config=None,
