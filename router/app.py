@@ -72,7 +72,9 @@ class IngressReplica:
         self._holds = HoldKeeper(
             {Role(role): HandleOpener(handle) for role, handle in pools.items()},
             process_directory(),
+            self._server.sessions.holds,
         )
+        self._server.sessions.on_left(self._holds.review)
         self._server.start()
         self._holds.start()
 

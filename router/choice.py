@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from router.generation import ChoiceDelta
     from router.line import WaitingLine
     from router.policy import Decision, Policy, RouteRequest, RoutingView
-    from router.sessions import WorkerSessions
+    from router.sessions import Peer, WorkerSessions
 
 ANSWER_TIMEOUT_S = 5.0  # reserve and submit are answered at once by a live worker
 RECHECK_S = 1.0  # longest wait at the head of the line without news
@@ -101,6 +101,7 @@ class Choice:
         self.record = record
         self.prefill: WorkerId | None = None
         self.decode: WorkerId | None = None
+        self._bound: dict[WorkerId, Peer] = {}  # the processes behind these ids
         self._stage: Stage = "queue"
         self.journal = ChoiceJournal(index, job.sampling.max_tokens)
         self._host = host
@@ -207,8 +208,15 @@ class Choice:
             error = HandoffError(failure.message)
         self._end(error)
 
-    def worker_lost(self, worker: WorkerId, reason: str) -> None:
+    def uses(self, peer: Peer) -> bool:
+        """Whether this attempt depends on that very process."""
+        return any(bound is peer for bound in self._bound.values())
+
+    def worker_lost(self, peer: Peer, reason: str) -> None:
         """A session ended; it matters only while this choice still needs that worker."""
+        if not self.uses(peer):
+            return
+        worker = peer.address.worker
         if worker == self.decode and self.stage != "queue":
             if not self._host.sessions.alive(Role.DECODE):
                 self._end(NoDecodeWorkersError(f"decode worker {worker} was lost: {reason}"))
@@ -266,10 +274,10 @@ class Choice:
 
         A job that ends with token 1 needs no room on a decode worker, so none is reserved.
         """
-        self.prefill, self.decode = decision.prefill, decode
+        needs_decode = decision.kind == "local" or self._job.sampling.max_tokens > 1
+        self._bind(decision.prefill, decode if needs_decode else None)
         self._host.register(self)
-        if decision.kind == "split" and self._job.sampling.max_tokens == 1:
-            self.decode = None
+        if not needs_decode:
             return None
         job = self._timed_job()
         answer = await self._call(
@@ -280,11 +288,12 @@ class Choice:
                 self.stage = "decode"
             return None
         self._host.unregister(self)
-        self.prefill = self.decode = None
         if isinstance(answer, Refused):
+            self._bind(None, None)
             return answer
         # No answer: whatever became of the question, this attempt is over there.
-        self._host.sessions.send(decode, Cancel(self.key))
+        self._tell(decode, Cancel(self.key))
+        self._bind(None, None)
         self._next_attempt()
         return Refused(self.key, "worker_lost", f"{decode} did not answer", RECHECK_S)
 
@@ -309,12 +318,12 @@ class Choice:
         return False
 
     def _target(self) -> WorkerAddress | None:
-        peer = None if self.decode is None else self._host.sessions.find(self.decode)
-        return None if peer is None else peer.address
+        peer = None if self.decode is None else self._bound.get(self.decode)
+        return None if peer is None or not peer.alive else peer.address
 
     async def _call(self, worker: WorkerId, body: Message) -> Message | None:
         """Ask a worker; None when it is gone or does not answer."""
-        peer = self._host.sessions.find(worker)
+        peer = self._bound.get(worker)
         if peer is None or peer.session is None:
             return None
         try:
@@ -342,7 +351,18 @@ class Choice:
         """Tell the workers that may still hold something; see the table above."""
         finished = self.journal.finish is not None and finished_by_worker
         if self.decode is not None and not (finished and not self._prefill_finished):
-            self._host.sessions.send(self.decode, Cancel(self.key))
+            self._tell(self.decode, Cancel(self.key))
         if self.prefill is not None and not self._decode_spoke and not finished:
-            self._host.sessions.send(self.prefill, Cancel(self.key))
-        self.prefill = self.decode = None
+            self._tell(self.prefill, Cancel(self.key))
+        self._bind(None, None)
+
+    def _bind(self, prefill: WorkerId | None, decode: WorkerId | None) -> None:
+        """Depend on these processes from now on, whoever may later carry their ids."""
+        self.prefill, self.decode = prefill, decode
+        found = {w: self._host.sessions.find(w) for w in (prefill, decode) if w is not None}
+        self._bound = {worker: peer for worker, peer in found.items() if peer is not None}
+
+    def _tell(self, worker: WorkerId, body: Message) -> None:
+        peer = self._bound.get(worker)
+        if peer is not None:
+            self._host.sessions.send(peer, body)

@@ -240,6 +240,7 @@ class Flow:
     def unregister(self, choice: Choice) -> None:
         """Forget the attempt; its place may be free for another."""
         if self._choices.pop(choice.key, None) is not None:
+            self.sessions.let_go()
             self.line.notify()
 
     # ---- SessionSink ----------------------------------------------------------------------------
@@ -260,10 +261,14 @@ class Flow:
         if choice is not None:
             choice.failed(worker, failure)
 
-    def worker_lost(self, worker: WorkerId, reason: str) -> None:
+    def worker_lost(self, peer: Peer, reason: str) -> None:
         """Fail the choices that needed this worker."""
         for choice in list(self._choices.values()):
-            choice.worker_lost(worker, reason)
+            choice.worker_lost(peer, reason)
+
+    def needs(self, peer: Peer) -> bool:
+        """Whether any placed choice depends on this very process."""
+        return any(choice.uses(peer) for choice in self._choices.values())
 
     def reported(self, snapshot: WorkerSnapshot) -> None:
         """A worker sent its state: count it, and let whoever waits look again."""

@@ -15,7 +15,7 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 
     from cluster.types import Incarnation, Role, WorkerAddress
     from router.directory import WorkerDirectory
@@ -33,10 +33,20 @@ class OpenHold(Protocol):
 class HoldKeeper:
     """Keeps holds equal to the directory's list."""
 
-    def __init__(self, openers: Mapping[Role, OpenHold], directory: WorkerDirectory) -> None:
-        """One opener per pool; nothing is opened before `start`."""
+    def __init__(
+        self,
+        openers: Mapping[Role, OpenHold],
+        directory: WorkerDirectory,
+        needed: Callable[[Incarnation], bool],
+    ) -> None:
+        """One opener per pool; nothing is opened before `start`.
+
+        `needed` tells whether a worker that is not listed any more still serves requests of this
+        ingress; `review` is called when its answer may have changed.
+        """
         self._openers = openers
         self._directory = directory
+        self._needed = needed
         self._holds: dict[Incarnation, asyncio.Task[None]] = {}
         self._primers: list[asyncio.Task[None]] = []
 
@@ -55,13 +65,18 @@ class HoldKeeper:
             task.cancel()
         self._holds.clear()
 
+    def review(self) -> None:
+        """Let go of workers that are neither listed nor needed."""
+        self._follow(self._directory.current)
+
     def _follow(self, listed: tuple[WorkerAddress, ...]) -> None:
         for address in listed:
             if address.incarnation not in self._holds:
                 self._holds[address.incarnation] = _spawn(self._hold(address))
         gone = set(self._holds) - {address.incarnation for address in listed}
         for incarnation in gone:
-            self._holds.pop(incarnation).cancel()
+            if not self._needed(incarnation):
+                self._holds.pop(incarnation).cancel()
 
     async def _hold(self, address: WorkerAddress) -> None:
         try:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from cluster.model.identity import ModelFolder
     from cluster.types import WorkerSnapshot
     from router.directory import WorkerDirectory
+    from router.sessions import WorkerSessions
 
 
 class IngressServer:
@@ -88,6 +89,11 @@ class IngressServer:
                 ("metrics", self._metrics.run()),
             )
         ]
+
+    @property
+    def sessions(self) -> WorkerSessions:
+        """The sessions of this ingress with the workers."""
+        return self._flow.sessions
 
     def check(self) -> None:
         """Tell whether this ingress still works.

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import HandshakeError, SessionClosedError
+from cluster.types import WorkerState
 from cluster.wire.messages import Failed, Message, Snapshot, Tokens
 from cluster.wire.session import Identity, Session, SessionOptions, connect
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from cluster.types import Role, TokenDelta, WorkerAddress, WorkerId, WorkerSnapshot
+    from cluster.types import Incarnation, Role, TokenDelta, WorkerAddress, WorkerId, WorkerSnapshot
     from router.directory import WorkerDirectory
 
 log = logging.getLogger(__name__)
@@ -39,8 +40,11 @@ class SessionSink(Protocol):
     def failed(self, worker: WorkerId, failure: Failed) -> None:
         """One attempt ended without finishing."""
 
-    def worker_lost(self, worker: WorkerId, reason: str) -> None:
+    def worker_lost(self, peer: Peer, reason: str) -> None:
         """The session ended; nothing this worker held for us exists any more."""
+
+    def needs(self, peer: Peer) -> bool:
+        """Whether some request still depends on this worker."""
 
     def reported(self, snapshot: WorkerSnapshot) -> None:
         """A worker sent its state."""
@@ -58,11 +62,18 @@ class Peer:
     snapshot: WorkerSnapshot | None = None
     refusal: str | None = None  # why the last handshake failed
     lost: bool = False  # had a session that ended
+    leaving: bool = False  # no longer listed: kept only while requests need it
 
     @property
     def alive(self) -> bool:
         """Whether a session is open."""
         return self.session is not None
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether new requests may go there."""
+        draining = self.snapshot is not None and self.snapshot.state is not WorkerState.READY
+        return self.alive and not self.leaving and not draining
 
 
 class WorkerSessions:
@@ -81,29 +92,48 @@ class WorkerSessions:
         self._directory = directory
         self._sink = sink
         self._peers: dict[WorkerId, Peer] = {}
+        self._leaving: dict[Incarnation, Peer] = {}
+        self._on_left: list[Callable[[], None]] = []
         self._keepers: dict[WorkerId, asyncio.Task[None]] = {}
         self._listed = asyncio.Event()
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """All listed workers, ordered by id."""
-        return tuple(self._peers[worker] for worker in sorted(self._peers))
+        """All listed workers and those that still leave, ordered by id."""
+        everyone = [*self._peers.values(), *self._leaving.values()]
+        return tuple(sorted(everyone, key=lambda peer: (peer.address.worker, peer.leaving)))
 
     def alive(self, role: Role) -> tuple[Peer, ...]:
-        """Peers of a role with an open session, ordered by id."""
-        return tuple(p for p in self.peers if p.alive and p.address.role is role)
+        """Peers of a role that take work, ordered by id."""
+        return tuple(p for p in self.peers if p.takes_work and p.address.role is role)
 
     def find(self, worker: WorkerId) -> Peer | None:
-        """The peer, dead or alive."""
+        """The listed peer, dead or alive."""
         return self._peers.get(worker)
 
-    def send(self, worker: WorkerId, body: Message) -> bool:
+    def send(self, peer: Peer, body: Message) -> bool:
         """Send if the session is open; False if there is nobody to send to."""
-        peer = self._peers.get(worker)
-        if peer is None or peer.session is None or peer.session.closed.is_set():
+        if peer.session is None or peer.session.closed.is_set():
             return False
-        peer.session.send(body)
+        try:
+            peer.session.send(body)
+        except SessionClosedError:  # the message overflowed its queue, which ends the session
+            return False
         return True
+
+    def holds(self, incarnation: Incarnation) -> bool:
+        """Whether a session to this process is open; after `on_left` it may not be."""
+        return any(p.alive and p.address.incarnation == incarnation for p in self.peers)
+
+    def on_left(self, callback: Callable[[], None]) -> None:
+        """Call back whenever a leaving worker is not needed any more."""
+        self._on_left.append(callback)
+
+    def let_go(self) -> None:
+        """End the sessions of leaving workers that no request depends on."""
+        for peer in tuple(self._leaving.values()):
+            if peer.session is not None and not self._sink.needs(peer):
+                peer.session.close("drained")
 
     async def run(self) -> None:
         """Keep sessions to whatever the directory lists; ends only by cancellation."""
@@ -140,16 +170,24 @@ class WorkerSessions:
     def closed(self, session: Session, reason: str) -> None:
         """Report the loss of this worker, once and for it alone."""
         peer = self._peers.get(session.peer.peer)
-        if peer is not None and peer.session is session:
-            peer.session, peer.lost = None, True
-            log.info("session to %s ended: %s", session.peer.peer, reason)
-            self._sink.worker_lost(session.peer.peer, reason)
-            self._sink.changed()
+        if peer is None or peer.session is not session:
+            peer = self._leaving.pop(session.peer.incarnation, None)
+        if peer is None or peer.session is not session:
+            return
+        peer.session, peer.lost = None, True
+        log.info("session to %s ended: %s", session.peer.peer, reason)
+        self._sink.worker_lost(peer, reason)
+        self._sink.changed()
+        if peer.leaving:
+            for callback in self._on_left:
+                callback()
 
     # ---- keeping --------------------------------------------------------------------------------
 
     def _store(self, session: Session, snapshot: WorkerSnapshot) -> None:
         peer = self._peers.get(session.peer.peer)
+        if peer is None or peer.session is not session:
+            peer = self._leaving.get(session.peer.incarnation)
         if peer is not None and peer.session is session:
             peer.snapshot = snapshot
             self._sink.reported(snapshot)
@@ -160,26 +198,30 @@ class WorkerSessions:
         for worker, peer in list(self._peers.items()):
             if listed.get(worker) == peer.address:
                 continue
-            self._keepers.pop(worker).cancel()
-            session = peer.session
-            if session is not None:
-                session.close("no longer listed")
-                self.closed(session, "no longer listed")
+            keeper = self._keepers.pop(worker)
             del self._peers[worker]
+            if peer.session is None:
+                keeper.cancel()
+            else:  # draining: what runs there may finish
+                peer.leaving = True
+                self._leaving[peer.address.incarnation] = peer
         for worker, address in listed.items():
             if worker not in self._peers:
                 peer = self._peers[worker] = Peer(address)
                 self._keepers[worker] = group.create_task(self._keep(peer), name=f"keep {worker}")
+        self.let_go()
         self._sink.changed()
 
     async def _keep(self, peer: Peer) -> None:
-        """Connect, wait for the end, connect again with growing pauses."""
+        """Connect, wait for the end, connect again with growing pauses while it is listed."""
         pause_s = FIRST_RETRY_S
-        while True:
+        while not peer.leaving:
             session = await self._connect(peer)
             if session is not None:
                 pause_s = FIRST_RETRY_S
                 await session.closed.wait()
+                if peer.leaving:
+                    return
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_RETRY_S, pause_s * 2)
 

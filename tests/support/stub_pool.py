@@ -69,7 +69,9 @@ class StubIngress:
         directory = process_directory()
         directory.subscribe(self._on_change)
         self.holds = HoldKeeper(
-            {Role(role): HandleOpener(handle) for role, handle in pools.items()}, directory
+            {Role(role): HandleOpener(handle) for role, handle in pools.items()},
+            directory,
+            lambda _: False,
         )
         self.holds.start()
 
