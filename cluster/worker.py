@@ -9,6 +9,7 @@ It never looks at a tensor and knows nothing of Ray.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -18,6 +19,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.errors import ContextLengthError, RequestError, SessionClosedError
 from cluster.kv.allocator import BlockLedger
 from cluster.kv.hashing import chain_seed
 from cluster.types import (
@@ -226,6 +228,18 @@ class WorkerBase(ABC):
 
     # ---- jobs -----------------------------------------------------------------------------------
 
+    def _impossible(self, job: GenerationJob) -> Refused | None:
+        """Refuse what would break a step, and with it every job of this worker."""
+        facts = self.settings.facts
+        tokens = job.prompt_token_ids + job.forced_token_ids
+        if not job.prompt_token_ids or not 0 <= min(tokens) <= max(tokens) < facts.vocab_size:
+            reason = f"a prompt needs token ids, each from 0 to {facts.vocab_size - 1}"
+            return Refused(job.key, RequestError.code, reason, None)
+        if job.total_tokens >= facts.max_len:  # its last token needs a position, though no room
+            reason = f"{job.total_tokens + 1} tokens exceed the model's {facts.max_len}"
+            return Refused(job.key, ContextLengthError.code, reason, None)
+        return None
+
     def _hold(self, session: Session, job: GenerationJob, decode: WorkerAddress | None) -> None:
         loop = asyncio.get_running_loop()
         timer = loop.call_later(max(0.0, job.deadline_s), self._expire, job.key)
@@ -278,8 +292,8 @@ class WorkerBase(ABC):
 
     @staticmethod
     def _tell(session: Session, body: Message) -> None:
-        """Send unless the session is closing; `closed` frees what was held for it."""
-        if not session.closed.is_set():
+        """Send unless the session is over; `closed` frees what was held for it."""
+        with contextlib.suppress(SessionClosedError):
             session.send(body)
 
     def _accept(self, session: Session, key: AttemptKey, call: int | None) -> None:

@@ -164,6 +164,9 @@ class DecodeService(WorkerBase):
         if self.state is not WorkerState.READY or self.healthy() is not None:
             return Refused(job.key, "worker_lost", f"{self.settings.worker} is {self.state}", 1.0)
         if job.key not in self._jobs:
+            impossible = self._impossible(job)
+            if impossible is not None:
+                return impossible
             if self._scheduler.has_preempted:
                 return Refused(job.key, "overloaded", "a preempted request waits for room", 0.2)
             if len(self._jobs) >= self.settings.max_running:

@@ -82,6 +82,11 @@ class Handoff:
         return len(self._held) + self._num_releasing
 
     @property
+    def num_sessions(self) -> int:
+        """Decode workers connected."""
+        return sum(route.has_session for route in self._routes.values())
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes of KV rows sent, headers not counted."""
         return self._bytes_of_old_routes + sum(r.bytes_sent for r in self._routes.values())

@@ -130,6 +130,11 @@ class Route:
         )
 
     @property
+    def has_session(self) -> bool:
+        """Whether the decode worker is connected."""
+        return self._session is not None and self.failure is None
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes of KV rows sent over this route, headers not counted."""
         return 0 if self._link is None else self._link.bytes_sent

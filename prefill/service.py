@@ -100,15 +100,14 @@ class PrefillService(WorkerBase):
     def _load_figures(self) -> LoadFigures:
         handoff = self._handoff
         assert handoff is not None
-        links = handoff.links()
         return LoadFigures(
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
             waiting_tokens=self._scheduler.waiting_tokens,
             open_transfers=handoff.open_transfers,
-            peer_sessions=len(links),
+            peer_sessions=handoff.num_sessions,
             handoff_bytes_sent=handoff.bytes_sent,
-            links=links,
+            links=handoff.links(),
         )
 
     def _handle(self, session: Session, body: Message, call: int | None) -> None:
@@ -155,6 +154,9 @@ class PrefillService(WorkerBase):
         num_tokens = len(body.job.prompt_token_ids) + len(body.job.forced_token_ids)
         if self.state is not WorkerState.READY or self.healthy() is not None:
             return Refused(key, "worker_lost", f"{self.settings.worker} is {self.state}", 1.0)
+        impossible = self._impossible(body.job)
+        if impossible is not None:
+            return impossible
         if -(-num_tokens // facts.block_size) > self.settings.kv_blocks:
             reason = f"{num_tokens} prompt tokens exceed the pool of {self.settings.worker}"
             return Refused(key, "context_length_exceeded", reason, None)
@@ -197,9 +199,12 @@ class PrefillService(WorkerBase):
 
     def _bind(self, event: Started) -> None:
         """Pass the engine's extra reference on, or give it back if the job is gone."""
-        if self._hands_off(event.key) and self._handoff is not None:
+        is_wanted = self._hands_off(event.key)
+        if is_wanted and self._handoff is not None:
             self._handoff.bind(event.key, event.block_ids)
         self.ledger.release(event.block_ids)
+        if not is_wanted:  # the engine has cancelled it already, and may wait for these blocks
+            self._engine.post(Nudge())
 
     def _hands_off(self, key: AttemptKey) -> bool:
         entry = self._jobs.get(key)
