@@ -87,15 +87,20 @@ async def _prompts(
 ) -> tuple[tuple[int, ...], ...]:
     if isinstance(body, ChatBody):
         text = tokenizer.render_chat(body.messages)
-        return (await _encode(text, tokenizer, param="messages", add_special_tokens=False),)
-    return tuple([await _prompt(prompt, tokenizer, vocab_size) for prompt in body.prompt])
+        prompts = [await _encode(text, tokenizer, param="messages", add_special_tokens=False)]
+        param = "messages"
+    else:
+        prompts = [await _prompt(prompt, tokenizer) for prompt in body.prompt]
+        param = "prompt"
+    for prompt in prompts:  # of text too: some tokenizers know more tokens than their model
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            invalid(f"{param}: token ids must be from 0 to {vocab_size - 1}", param)
+    return tuple(prompts)
 
 
-async def _prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+async def _prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return await _encode(prompt, tokenizer, param="prompt", add_special_tokens=True)
-    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        invalid(f"prompt token ids must be from 0 to {vocab_size - 1}", "prompt")
     return prompt
 
 

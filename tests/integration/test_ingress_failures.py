@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -125,6 +126,22 @@ async def test_failures_before_token_one_are_a_status(
         assert response.headers["retry-after-ms"] == "2250"
     await asyncio.wait_for(flow.generations[0].closed.wait(), 5)
     assert book.codes == [status]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "a~"}, "prompt"),
+        ("/v1/completions", {"prompt": ["ab", "a~"]}, "prompt"),
+        ("/v1/completions", {"prompt": [1, 126]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a~"}]}, "messages"),
+    ],
+)
+async def test_tokens_the_model_lacks_are_refused(http, flow, path, body, param):
+    flow.facts = replace(FACTS, vocab_size=126)  # the tokenizer knows more
+    response = await http.post(path, json={"model": FACTS.served_name, **body})
+    assert (response.status_code, error_of(response)["param"]) == (400, param)
+    assert flow.generations == []
 
 
 async def test_refusal_by_the_flow(http, flow):
