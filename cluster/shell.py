@@ -108,8 +108,10 @@ class WorkerShell:
             return
 
         def drain_first(*args: object, **kwargs: object) -> None:
-            self._terminate()
-            end_process(*args, **kwargs)
+            try:
+                self._terminate()
+            finally:
+                end_process(*args, **kwargs)
 
         setattr(process, _LAST_STEP, drain_first)
 

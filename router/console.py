@@ -39,7 +39,8 @@ class Console:
     def complain(self, text: str) -> None:
         """Print a sentence about what went wrong."""
         self.end_phase(failed=True)
-        print(f"diptych: {text}", file=self._err, flush=True)
+        with contextlib.suppress(BrokenPipeError):
+            print(f"diptych: {text}", file=self._err, flush=True)
 
     def begin(self, phase: str) -> None:
         """Start a phase, unless it runs already; the one before is printed with its seconds."""
