@@ -6,13 +6,14 @@ metrics need no key; debug routes exist only when they are enabled and then want
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 from starlette.routing import Route
 
 from cluster.errors import DiptychError, ModelNotFoundError, RequestError
-from router.http_errors import ErrorView, view_error
+from router.http_errors import INTERNAL_ERROR, ErrorView, view_error
 from router.responses import model_object, to_json
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from router.generation import FlowApi
     from router.http_settings import Gate, HttpSettings
+
+log = logging.getLogger(__name__)
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -127,8 +130,11 @@ def _guarded(page: Callable[[Request], Response]) -> Callable[[Request], Awaitab
             return page(request)
         except DiptychError as error:
             view = view_error(error)
-            headers = dict(view.headers)
-            return Response(view.body(), view.status, headers, media_type="application/json")
+        except Exception:  # task root: the page fails, the ingress goes on
+            log.exception("%s failed unexpectedly", request.url.path)
+            view = INTERNAL_ERROR
+        headers = dict(view.headers)
+        return Response(view.body(), view.status, headers, media_type="application/json")
 
     return handler
 

@@ -229,6 +229,14 @@ async def test_readiness(http, flow):
     assert response.json() == {"status": "unready", "reasons": ["no decode workers"]}
 
 
+async def test_a_page_that_fails_is_a_500_in_our_shape(http, flow, monkeypatch):
+    monkeypatch.delattr(type(flow), "ready")
+    response = await http.get("/ready")
+    assert response.status_code == 500
+    assert error_of(response)["code"] == "internal_error"
+    assert (await http.get("/health")).status_code == 200
+
+
 async def test_unknown_fields_can_be_ignored(flow):
     settings = HttpSettings(unknown_fields="ignore")
     body = TEXT | {
