@@ -133,7 +133,7 @@ class AdmissionSection(Section):
     """`admission`: how much may wait at the ingress, and for how long."""
 
     max_queue: NonNegative = 1024  # requests
-    queue_timeout_s: PositiveSeconds = 30.0
+    queue_timeout_s: PositiveSeconds = 60.0
     slo: SloSection = SloSection()
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from cluster.errors import ModelError
 from cluster.kv.layout import KvLayout
@@ -31,6 +32,7 @@ _PROBE_TOKENS = 5
 
 logger = logging.getLogger(__name__)
 
+transformers_logging.disable_progress_bar()  # a worker's output is a log, not a terminal
 AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 
