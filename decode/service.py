@@ -184,7 +184,10 @@ class DecodeService(WorkerBase):
         if isinstance(answer, Refused):
             self._refuse(session, call, answer)
             return
-        self.receiver.take(job.key)
+        if self.receiver.take(job.key) is None:
+            reason = "its KV is arriving from a prefill worker"
+            self._refuse(session, call, Refused(job.key, "stale_attempt", reason, None))
+            return
         self._started.add(job.key)
         self._engine.post(AddLocal(job))
         self._accept(session, job.key, call)

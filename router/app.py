@@ -84,8 +84,8 @@ class IngressReplica:
 
     async def __del__(self) -> None:
         """Serve's last call before it ends the process."""
-        self._holds.stop()
         await self._server.stop(self._grace_s)
+        self._holds.stop()  # only now: until then Serve waits for the workers of open streams
 
 
 class HandleOpener:

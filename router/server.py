@@ -118,7 +118,7 @@ class IngressServer:
 
     def _snapshots(self) -> list[WorkerSnapshot]:
         peers = self._flow.sessions.peers
-        return [peer.snapshot for peer in peers if peer.snapshot is not None]
+        return [peer.snapshot for peer in peers if peer.alive and peer.snapshot is not None]
 
     def _degraded(self) -> tuple[str, ...]:
         return self._flow.ready().reasons

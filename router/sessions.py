@@ -93,14 +93,15 @@ class WorkerSessions:
         self._sink = sink
         self._peers: dict[WorkerId, Peer] = {}
         self._leaving: dict[Incarnation, Peer] = {}
+        self._dead: dict[WorkerId, Peer] = {}  # lost, then no longer listed, not yet replaced
         self._on_left: list[Callable[[], None]] = []
         self._keepers: dict[WorkerId, asyncio.Task[None]] = {}
         self._listed = asyncio.Event()
 
     @property
     def peers(self) -> tuple[Peer, ...]:
-        """All listed workers and those that still leave, ordered by id."""
-        everyone = [*self._peers.values(), *self._leaving.values()]
+        """Workers that are listed, still leave, or died and were not replaced, ordered by id."""
+        everyone = [*self._peers.values(), *self._dead.values(), *self._leaving.values()]
         return tuple(sorted(everyone, key=lambda peer: (peer.address.worker, peer.leaving)))
 
     def alive(self, role: Role) -> tuple[Peer, ...]:
@@ -202,11 +203,14 @@ class WorkerSessions:
             del self._peers[worker]
             if peer.session is None:
                 keeper.cancel()
+                if peer.lost:
+                    self._dead[worker] = peer
             else:  # draining: what runs there may finish
                 peer.leaving = True
                 self._leaving[peer.address.incarnation] = peer
         for worker, address in listed.items():
             if worker not in self._peers:
+                self._dead.pop(worker, None)
                 peer = self._peers[worker] = Peer(address)
                 self._keepers[worker] = group.create_task(self._keep(peer), name=f"keep {worker}")
         self.let_go()

@@ -45,7 +45,7 @@ def status_object(
 def _worker(peer: Peer) -> dict[str, Any]:
     address, snapshot = peer.address, peer.snapshot
     if peer.alive and snapshot is not None:
-        state = snapshot.state
+        state = WorkerState.DRAINING if peer.leaving else snapshot.state
     else:
         state = WorkerState.DEAD if peer.lost else WorkerState.STARTING
     entry: dict[str, Any] = {

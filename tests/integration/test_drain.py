@@ -39,3 +39,25 @@ async def test_a_delisted_worker_finishes_its_streams_and_is_let_go(tmp_path: Pa
         await running.aclose()
         await asyncio.wait_for(left.wait(), 10)
         assert leaving not in {peer.address.worker for peer in flow.sessions.peers}
+
+
+async def test_a_dead_worker_is_listed_until_it_is_replaced(tmp_path: Path):
+    folder = build_tiny("llama", tmp_path / "llama")
+    async with mini_cluster(folder, tmp_path, engine="timed") as cluster:
+
+        def states() -> dict[str, str]:
+            return {w["id"]: w["state"] for w in cluster.flow.status()["workers"]}
+
+        await cluster.workers["decode-0"].kill()
+        async with asyncio.timeout(10):
+            while states()["decode-0"] != "dead":
+                await cluster.flow.line.changed(0.2)
+        cluster.directory.update(Role.DECODE, ())  # what the platform notices later
+        await asyncio.sleep(0)
+        await cluster.flow.line.changed(0.2)
+        assert states() == {"decode-0": "dead", "prefill-0": "ready"}
+        await cluster.start_workers(["decode-0"])
+        async with asyncio.timeout(10):
+            while states()["decode-0"] != "ready":
+                await cluster.flow.line.changed(0.2)
+        assert len(states()) == len(cluster.flow.status()["workers"]) == 2

@@ -180,3 +180,13 @@ async def test_a_job_no_step_could_run_is_refused(job):
             assert isinstance(refused, Refused)
             assert refused.retry_after_s is None
         assert worker.healthy() is None
+
+
+async def test_a_job_whose_kv_arrives_is_not_prefilled_here_too():
+    job = make_job("once", 8)
+    async with serving(DecodeService, Role.DECODE) as (worker, _, ingress):
+        worker.received(ingress, Reserve(job), 1)
+        assert isinstance(await ingress.next(Reserved, Refused), Reserved)
+        worker.receiver.take(job.key)  # as an accepted offer does
+        worker.received(ingress, SubmitLocal(job), 2)
+        assert isinstance(await ingress.next(Accepted, Refused), Refused)
