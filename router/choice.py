@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT_S = 5.0  # reserve and submit are answered at once by a live worker
 RECHECK_S = 1.0  # longest wait at the head of the line without news
 MIN_RECHECK_S = 0.01
+VERDICT_S = 1.0  # for decode to say what became of a handoff whose prefill worker is gone
 MAX_DECODE_CANDIDATES = 3
 
 
@@ -223,7 +224,16 @@ class Choice:
             else:
                 self._end(WorkerLostError(f"decode worker {worker} was lost: {reason}"))
         elif worker == self.prefill and not self._decode_spoke and self.stage != "queue":
-            self._end(HandoffError(f"prefill worker {worker} was lost: {reason}"))
+            error = HandoffError(f"prefill worker {worker} was lost: {reason}")
+            if self.stage == "handoff" and self.decode is not None:  # it may have committed
+                loop = asyncio.get_running_loop()
+                loop.call_later(VERDICT_S, self._end_unless_decoding, error)
+            else:
+                self._end(error)
+
+    def _end_unless_decoding(self, error: DiptychError) -> None:
+        if not self._decode_spoke:
+            self._end(error)
 
     def _end(self, error: DiptychError) -> None:
         if not self._over.is_set():
