@@ -264,7 +264,10 @@ class Choice:
         """
         while True:
             if not self._host.sessions.alive(Role.DECODE):
-                raise NoDecodeWorkersError("no decode worker is alive")
+                if not self._host.sessions.expects(Role.DECODE):
+                    raise NoDecodeWorkersError("no decode worker is alive")
+                await self._host.line.changed(RECHECK_S)
+                continue
             started_s = monotonic_s()
             decision = self._host.policy.choose(self._host.view(), self._route)
             route_s = monotonic_s() - started_s

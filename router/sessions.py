@@ -13,6 +13,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from cluster.clock import monotonic_s
 from cluster.errors import HandshakeError, SessionClosedError
 from cluster.types import WorkerState
 from cluster.wire.messages import Failed, Message, Snapshot, Tokens
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 FIRST_RETRY_S = 0.05
 MAX_RETRY_S = 1.0
+SETTLE_S = 5.0  # a new ingress may take so long to connect to workers that have long been there
 
 
 class SessionSink(Protocol):
@@ -97,6 +99,8 @@ class WorkerSessions:
         self._on_left: list[Callable[[], None]] = []
         self._keepers: dict[WorkerId, asyncio.Task[None]] = {}
         self._listed = asyncio.Event()
+        self._settled_s = monotonic_s() + SETTLE_S
+        self._met: set[Role] = set()  # roles that ever had a session
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -107,6 +111,10 @@ class WorkerSessions:
     def alive(self, role: Role) -> tuple[Peer, ...]:
         """Peers of a role that take work, ordered by id."""
         return tuple(p for p in self.peers if p.takes_work and p.address.role is role)
+
+    def expects(self, role: Role) -> bool:
+        """Whether this ingress is so new that workers of a role may only not be connected yet."""
+        return role not in self._met and monotonic_s() < self._settled_s
 
     def find(self, worker: WorkerId) -> Peer | None:
         """The listed peer, dead or alive."""
@@ -154,6 +162,7 @@ class WorkerSessions:
             session.close("this worker is not listed")
             return
         peer.session, peer.refusal = session, None
+        self._met.add(session.peer.role)
 
     def received(self, session: Session, body: Message, call: int | None) -> None:
         """Pass on what a worker says."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.clock import monotonic_s
-from cluster.errors import HandoffError
+from cluster.errors import HandoffError, NoDecodeWorkersError
 from cluster.types import (
     AttemptKey,
     FinishReason,
@@ -60,6 +60,7 @@ class Host:
             DECODE: make_peer(DECODE, Role.DECODE),
         }
         self.sent: list[tuple[WorkerId, Any]] = []
+        self.is_new = False
 
     def view(self) -> Any:
         return None
@@ -72,6 +73,9 @@ class Host:
 
     def alive(self, role: Role) -> tuple[Peer, ...]:
         return tuple(p for p in self.peers.values() if p.address.role is role)
+
+    def expects(self, role: Role) -> bool:
+        return self.is_new
 
     def find(self, worker: WorkerId) -> Peer:
         return self.peers[worker]
@@ -86,11 +90,11 @@ DECISION = Decision(
 )
 
 
-async def running_choice(host: Host) -> tuple[Choice, asyncio.Task[None]]:
-    """A choice whose prompt is with the prefill worker."""
+def make_choice(host: Host) -> Choice:
+    """A choice that nobody runs yet."""
     job = GenerationJob(KEY, (1, 2, 3), SamplingParams(max_tokens=3))
     record = RequestRecord("r", "t", "default", monotonic_s(), 3)
-    choice = Choice(
+    return Choice(
         host,
         job,
         0,
@@ -99,9 +103,19 @@ async def running_choice(host: Host) -> tuple[Choice, asyncio.Task[None]]:
         deadline_s=monotonic_s() + 30,
         on_delta=lambda _choice, _delta: None,
     )
-    task = asyncio.create_task(choice.run())
-    for _ in range(20):  # nothing it awaits takes longer than a turn of the loop
+
+
+async def turns() -> None:
+    """Nothing a choice awaits here takes longer than a turn of the loop."""
+    for _ in range(20):
         await asyncio.sleep(0)
+
+
+async def running_choice(host: Host) -> tuple[Choice, asyncio.Task[None]]:
+    """A choice whose prompt is with the prefill worker."""
+    choice = make_choice(host)
+    task = asyncio.create_task(choice.run())
+    await turns()
     assert choice.stage == "prefill"
     return choice, task
 
@@ -128,3 +142,22 @@ async def test_a_prefill_worker_that_dies_before_its_commit_ends_the_choice(has_
     with pytest.raises(HandoffError, match="killed"):
         await asyncio.wait_for(task, 10)
     assert (DECODE, Cancel(KEY)) in host.sent
+
+
+async def test_a_new_ingress_waits_for_its_sessions_before_it_says_no():
+    host = Host()
+    decode = host.peers.pop(DECODE)
+    with pytest.raises(NoDecodeWorkersError):
+        await make_choice(host).run()
+    host.is_new = True
+    choice = make_choice(host)
+    task = asyncio.create_task(choice.run())
+    await turns()
+    assert choice.stage == "queue"
+    assert not task.done()
+    host.peers[DECODE] = decode
+    host.line.notify()
+    await turns()
+    assert choice.stage == "prefill"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
