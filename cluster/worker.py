@@ -275,8 +275,11 @@ class WorkerBase(ABC):
     def _engine_failed(self, error: BaseException) -> None:
         """The engine thread raised: nothing here can go on."""
         self._failure = "".join(traceback.format_exception_only(error)).strip()
-        for key in list(self._jobs):
-            self._fail(key, "worker_lost", f"the engine failed: {self._failure}")
+        for key, entry in list(self._jobs.items()):
+            self._drop(key)
+            self._tell(
+                entry.session, Failed(key, "worker_lost", f"the engine failed: {self._failure}")
+            )
         for session in list(self._ingresses):
             session.close(f"engine failed: {self._failure}")
 

@@ -91,6 +91,8 @@ class DecodeService(WorkerBase):
     async def _close_engine(self) -> None:
         if self._receiver is not None:
             await self._receiver.stop()
+        if self._core.loaded is not None:
+            self._core.loaded.runner.stop()
         await self._engine.stop()
 
     def _step_age_s(self) -> float:

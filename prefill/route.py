@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_EPOCH_TIMEOUT_S = 5.0
 _ACCEPT_TIMEOUT_S = 5.0
 _ACK_TIMEOUT_S = 20.0  # after COMMIT: up to three frames of others may still be ahead
 TRANSPORT = "gloo"
@@ -252,8 +253,14 @@ class Route:
             return
         self._session = session
         session.send(OpenLink(TRANSPORT))
+        self._loop.call_later(_EPOCH_TIMEOUT_S, self._require_link, session)
         for transfer in list(self._transfers.values()):
             self._offer(transfer)
+
+    def _require_link(self, session: Session) -> None:
+        """Without an epoch nothing could ever be sent: better no session than a silent one."""
+        if self._link is None and self.failure is None:
+            session.close(f"no LINK_EPOCH within {_EPOCH_TIMEOUT_S} s")
 
     def received(self, session: Session, body: Message, call: int | None) -> None:
         """Dispatch one message of the decode worker."""

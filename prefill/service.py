@@ -88,6 +88,8 @@ class PrefillService(WorkerBase):
     async def _close_engine(self) -> None:
         if self._handoff is not None:
             await self._handoff.stop()
+        if self._core.loaded is not None:
+            self._core.loaded.runner.stop()
         await self._engine.stop()
 
     def _step_age_s(self) -> float:

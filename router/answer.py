@@ -101,10 +101,9 @@ class Texts:
 
 def routed_headers(routed: Routed) -> Headers:
     """Where the request went, as response headers."""
-    prefill = () if routed.prefill is None else (("x-diptych-prefill", routed.prefill),)
+    workers = (("x-diptych-prefill", routed.prefill), ("x-diptych-decode", routed.decode))
     return (
-        *prefill,
-        ("x-diptych-decode", routed.decode),
+        *((name, worker) for name, worker in workers if worker is not None),
         ("x-diptych-cached-tokens", str(routed.cached_tokens)),
     )
 

@@ -254,7 +254,7 @@ class Choice:
         self.record.add_phase("reserve", decision.decode or "", reserved_s, reserve_s, attempt)
         self.record.decision = decision
         reason = "retry" if self.record.attempts else "first"
-        self.record.attempts.append(AttemptRecord(decision.prefill, decision.decode, reason))
+        self.record.attempts.append(AttemptRecord(self.prefill, self.decode, reason))
         return decision.kind == "local" or await self._submit(decision)
 
     async def _reserve(self) -> tuple[Decision, float, float]:

@@ -199,11 +199,6 @@ class Flow:
         return self._render()
 
     @property
-    def num_running(self) -> int:
-        """Client requests placed on workers or being placed."""
-        return len(self._running) - self.num_waiting
-
-    @property
     def num_waiting(self) -> int:
         """Choices in the waiting line."""
         return len(self.line)

@@ -67,7 +67,7 @@ class Routed:
     """Where the first choice went, known with its token 1; feeds the response headers."""
 
     prefill: str | None  # None: the decode worker computed the prompt itself
-    decode: str
+    decode: str | None  # None: token 1 was the last, so no decode worker was asked
     cached_tokens: int
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+HOLD_AGAIN_S = 1.0
+
 
 class OpenHold(Protocol):
     """Opens the idle stream to the worker with this incarnation."""
@@ -79,11 +81,14 @@ class HoldKeeper:
                 self._holds.pop(incarnation).cancel()
 
     async def _hold(self, address: WorkerAddress) -> None:
-        try:
-            async for _ in self._openers[address.role](target=address.incarnation):
-                log.info("holding %s", address.worker)
-        except Exception as error:  # noqa: BLE001  # task root; Serve's errors have no common type
-            log.info("hold of %s ended: %s", address.worker, type(error).__name__)
+        """Hold one worker; opened again if it breaks, until `_follow` ends this task."""
+        while True:
+            try:
+                async for _ in self._openers[address.role](target=address.incarnation):
+                    log.info("holding %s", address.worker)
+            except Exception as error:  # noqa: BLE001  # task root; Serve's have no common type
+                log.info("hold of %s ended: %s", address.worker, type(error).__name__)
+            await asyncio.sleep(HOLD_AGAIN_S)
 
     async def _prime(self, role: Role) -> None:
         try:

@@ -124,10 +124,7 @@ class RunningGeneration:
         held.extend(delta.token_ids)
         self._pending[choice.index] = (held, delta.finish)
         if not self._first.done():
-            attempt = record.attempts[-1] if record.attempts else None
-            prefill = choice.prefill if attempt is None else attempt.prefill
-            decode = choice.decode or (attempt.decode if attempt else None) or ""
-            self._first.set_result(Routed(prefill, decode, record.cached_tokens))
+            self._first.set_result(Routed(choice.prefill, choice.decode, record.cached_tokens))
         self._wake.set()
 
     async def _follow(self, choice: Choice) -> None:

@@ -161,6 +161,11 @@ class WorkerSessions:
         if peer is None or peer.address.incarnation != session.peer.incarnation:
             session.close("this worker is not listed")
             return
+        mine, theirs = (x.layout.get("fingerprint") for x in (self._me, session.peer))
+        if mine != theirs:
+            peer.refusal = f"fingerprint differs: {theirs} there, {mine} here"
+            session.close(peer.refusal)
+            return
         peer.session, peer.refusal = session, None
         self._met.add(session.peer.role)
 
@@ -231,8 +236,10 @@ class WorkerSessions:
         while not peer.leaving:
             session = await self._connect(peer)
             if session is not None:
-                pause_s = FIRST_RETRY_S
+                opened_s = monotonic_s()
                 await session.closed.wait()
+                if monotonic_s() - opened_s > MAX_RETRY_S:  # it had been a working one
+                    pause_s = FIRST_RETRY_S
                 if peer.leaving:
                     return
             await asyncio.sleep(pause_s)

@@ -86,6 +86,10 @@ class Runner(Protocol):
         """Compute `batch`, write its KV into the pool and draw the wanted tokens."""
         ...
 
+    def stop(self) -> None:
+        """Cut a step that only waits short; callable from any thread, once, at the end."""
+        ...
+
 
 def finish_reason(params: SamplingParams, num_output: int, token_id: int) -> FinishReason | None:
     """Say whether a generation ends with `token_id`, its `num_output`-th output token (1-based).

@@ -29,6 +29,9 @@ class TorchRunner:
         self._model = model
         self._pool = pool
 
+    def stop(self) -> None:
+        """Nothing to cut short: a step computes and is over soon."""
+
     def run(self, batch: StepBatch) -> StepResult:
         """Compute the batch, write its KV and draw a token for every slice that wants one."""
         started_s = monotonic_s()

@@ -43,6 +43,9 @@ class GatedRunner:
         self.seen: asyncio.Queue[list[str]] = asyncio.Queue()  # requests of each step
         self._loop = asyncio.get_running_loop()
 
+    def stop(self) -> None:
+        pass
+
     def run(self, batch: Any) -> StepResult:
         names = [piece.key.request for piece in batch.slices]
         self._loop.call_soon_threadsafe(self.seen.put_nowait, names)

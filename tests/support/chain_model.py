@@ -48,6 +48,9 @@ class ChainModel:
         self._kv: dict[tuple[int, int], bytes] = {}
         self.sizes: list[int] = []  # tokens of each step
 
+    def stop(self) -> None:
+        pass
+
     def run(self, batch: StepBatch) -> StepResult:
         self.sizes.append(batch.num_tokens)
         return StepResult(tuple(self._run_slice(piece) for piece in batch.slices), 0.001)
