@@ -21,7 +21,7 @@ from cluster.errors import DiptychError
 from cluster.types import Role
 from router.directory import process_directory
 from router.holds import HoldKeeper
-from router.listener import bind
+from router.http.listener import bind
 from router.server import IngressServer
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.errors import ConfigError, DiptychError
-from router.console import Console
+from router.command.console import Console
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,21 +91,21 @@ def _add_url(parser: argparse.ArgumentParser) -> None:
 
 
 def _up(args: argparse.Namespace, console: Console) -> int:
-    from router.cli_up import up
-    from router.signals import StopSignals
+    from router.command.signals import StopSignals
+    from router.command.up import up
 
     return up(args, console, StopSignals())
 
 
 def _down(args: argparse.Namespace, console: Console) -> int:
-    from router.cli_down import down
+    from router.command.down import down
 
     return down(args.url, console)
 
 
 def _status(args: argparse.Namespace, console: Console) -> int:
-    from router.cli_status import show
-    from router.client import ClusterClient
+    from router.command.client import ClusterClient
+    from router.command.status import show
 
     status = ClusterClient(_url(args)).status()
     if args.json:
@@ -116,8 +116,8 @@ def _status(args: argparse.Namespace, console: Console) -> int:
 
 
 def _chat(args: argparse.Namespace, console: Console) -> int:
-    from router.chat import chat
-    from router.client import ClusterClient
+    from router.command.chat import chat
+    from router.command.client import ClusterClient
 
     return chat(ClusterClient(_url(args)), console, args.text, args.max_tokens)
 
@@ -139,7 +139,7 @@ def _config_schema(args: argparse.Namespace, console: Console) -> int:
 
 
 def _url(args: argparse.Namespace) -> str:
-    from router.cli_down import pick
+    from router.command.down import pick
 
     if args.url:
         return str(args.url)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.http_errors import ErrorView
+from router.http.errors import ErrorView
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle, Transport

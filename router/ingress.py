@@ -20,10 +20,11 @@ from starlette.routing import Route
 
 from cluster.clock import monotonic_s, wall_s
 from cluster.errors import DiptychError
-from router.answer import JSON, StreamedAnswer, Texts, WholeAnswer
-from router.headers import decode_headers, parse_labels
-from router.http_errors import CLIENT_CLOSED, INTERNAL_ERROR, ErrorView, view_error
-from router.http_io import (
+from router.http.answer import JSON, StreamedAnswer, Texts, WholeAnswer
+from router.http.errors import CLIENT_CLOSED, INTERNAL_ERROR, ErrorView, view_error
+from router.http.headers import decode_headers, parse_labels
+from router.http.intake import take_in
+from router.http.io import (
     ClientGoneError,
     Headers,
     Receive,
@@ -34,19 +35,18 @@ from router.http_io import (
     send_last,
     watch_for_disconnect,
 )
-from router.http_settings import IngressObserver, OpenGate
-from router.ingress_pages import Pages, on_http_error
-from router.intake import take_in
+from router.http.pages import Pages, on_http_error
+from router.http.responses import Head
+from router.http.settings import IngressObserver, OpenGate
+from router.http.sse import SseWriter, event
 from router.protocol import ChatBody, CompletionBody, parse_body
-from router.responses import Head
-from router.sse import SseWriter, event
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from cluster.tokenizer import Tokenizer
     from router.generation import ClientRequest, FlowApi, Generation
-    from router.http_settings import Gate, HttpSettings
+    from router.http.settings import Gate, HttpSettings
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import uvloop
 from cluster.errors import DiptychError
 from cluster.types import Role, WorkerAddress, WorkerId
 from router.directory import WorkerDirectory
-from router.listener import bind
+from router.http.listener import bind
 from router.server import IngressServer
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cluster.telemetry import Metrics, RequestSample
 from router.flow import FlowObserver
-from router.http_settings import IngressObserver
+from router.http.settings import IngressObserver
 
 if TYPE_CHECKING:
     from cluster.types import WorkerSnapshot

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from router.fields import (
+from router.http.fields import (
     NO_EFFECT,
     Prompt,
     UnknownFields,

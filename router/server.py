@@ -18,9 +18,9 @@ from cluster.errors import DiptychError
 from cluster.telemetry import Metrics, Slo, Sources
 from cluster.tokenizer import Tokenizer
 from router.assembly import build_flow
-from router.http_settings import HttpSettings
+from router.http.listener import HttpListener
+from router.http.settings import HttpSettings
 from router.ingress import build_app
-from router.listener import HttpListener
 from router.metrics import MetricsObserver
 from router.status import IngressFacts
 

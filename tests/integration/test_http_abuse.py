@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from router.http.listener import HttpListener, bind
+from router.http.settings import HttpSettings
 from router.http_protocol import BoundedHttpProtocol
-from router.http_settings import HttpSettings
 from router.ingress import build_app
-from router.listener import HttpListener, bind
 from tests.support.scripted_flow import FACTS, Script, ScriptedFlow, one_by_one
 from tests.support.toy_tokenizers import byte_level
 

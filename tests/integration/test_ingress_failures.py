@@ -18,7 +18,7 @@ from cluster.errors import (
     WorkerLostError,
 )
 from router.generation import Readiness
-from router.http_settings import HttpSettings, IngressObserver, KeyGate
+from router.http.settings import HttpSettings, IngressObserver, KeyGate
 from router.ingress import build_app
 from tests.support.http_server import serve
 from tests.support.scripted_flow import FACTS, Script, ScriptedFlow, one_by_one

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from cluster.types import FinishReason
-from router.http_settings import HttpSettings
+from router.http.settings import HttpSettings
 from router.ingress import build_app
 from tests.support.http_server import serve
 from tests.support.scripted_flow import FACTS, Script, ScriptedFlow, one_by_one

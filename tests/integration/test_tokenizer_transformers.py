@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.tokenizer import LONG_TEXT_CHARS, Tokenizer
-from router.textstream import detokenizer
+from router.http.textstream import detokenizer
 
 TEXTS = [
     "",

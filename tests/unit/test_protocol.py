@@ -8,7 +8,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from router.http_settings import HttpSettings
+from router.http.settings import HttpSettings
 from router.ingress import build_app
 from tests.support.scripted_flow import FACTS, Script, ScriptedFlow, one_by_one
 from tests.support.toy_tokenizers import byte_level

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.types import FinishReason
-from router.textstream import TextStream, detokenizer
+from router.http.textstream import TextStream, detokenizer
 from tests.support.toy_tokenizers import byte_level, sentencepiece_like, word_piece
 
 BYTE_LEVEL = byte_level()

@@ -16,7 +16,7 @@ from tests.support.toy_tokenizers import byte_level
 
 def test_loading_needs_neither_torch_nor_transformers():
     program = (
-        "import sys, cluster.tokenizer, router.textstream;"
+        "import sys, cluster.tokenizer, router.http.textstream;"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

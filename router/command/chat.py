@@ -9,8 +9,8 @@ from cluster.clock import monotonic_s
 from cluster.errors import DiptychError
 
 if TYPE_CHECKING:
-    from router.client import ClusterClient
-    from router.console import Console
+    from router.command.client import ClusterClient
+    from router.command.console import Console
 
 
 def chat(client: ClusterClient, console: Console, text: str | None, max_tokens: int) -> int:

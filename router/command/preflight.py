@@ -13,7 +13,7 @@ import psutil
 
 from cluster.errors import DiptychError
 from cluster.model.identity import estimate_block_bytes, read_json, resolve_dtype
-from router.listener import bind
+from router.http.listener import bind
 
 if TYPE_CHECKING:
     from cluster.config import Config

@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cluster.errors import DiptychError, ModelNotFoundError, RequestError
-from router.http_errors import INTERNAL_ERROR, ErrorView, view_error
-from router.responses import model_object, to_json
+from router.http.errors import INTERNAL_ERROR, ErrorView, view_error
+from router.http.responses import model_object, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from router.generation import FlowApi
-    from router.http_settings import Gate, HttpSettings
+    from router.http.settings import Gate, HttpSettings
 
 log = logging.getLogger(__name__)
 

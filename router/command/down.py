@@ -8,11 +8,11 @@ import psutil
 
 from cluster.config import read_environment
 from cluster.errors import ConfigError, DiptychError
-from router import runfile
+from router.command import runfile
 
 if TYPE_CHECKING:
-    from router.console import Console
-    from router.runfile import RunNote
+    from router.command.console import Console
+    from router.command.runfile import RunNote
 
 DOWN_S = 20.0
 

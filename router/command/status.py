@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from router.console import Console
+    from router.command.console import Console
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from router.responses import Head, Usage, to_json
+from router.http.responses import Head, Usage, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,11 +17,11 @@ from cluster.clock import monotonic_s
 from cluster.config import load_config, read_environment
 from cluster.errors import ConfigError, DiptychError
 from cluster.model.resolve import resolve_model
-from router import runfile
-from router.chat import ask
-from router.client import ClusterClient
-from router.console import Console, detach_output
-from router.preflight import check_memory, claim_port
+from router.command import runfile
+from router.command.chat import ask
+from router.command.client import ClusterClient
+from router.command.console import Console, detach_output
+from router.command.preflight import check_memory, claim_port
 
 if TYPE_CHECKING:
     import argparse
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from cluster.config import Config, Environment
     from cluster.model.identity import ModelFolder
-    from router.signals import StopSignals
+    from router.command.signals import StopSignals
 
 READY_S = 60.0  # from all replicas up to a token that has passed the whole path
 READY_LINE = "ready"

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 
 from cluster.clock import monotonic_s
 from cluster.errors import DiptychError
-from router.http_errors import view_error
-from router.http_io import respond, send_last, send_part, start_response
-from router.responses import FinishedChoice, Head, Usage, whole_response
-from router.sse import KEEPALIVE, SseWriter, event
-from router.textstream import TextStream, detokenizer
+from router.http.errors import view_error
+from router.http.io import respond, send_last, send_part, start_response
+from router.http.responses import FinishedChoice, Head, Usage, whole_response
+from router.http.sse import KEEPALIVE, SseWriter, event
+from router.http.textstream import TextStream, detokenizer
 
 if TYPE_CHECKING:
     from cluster.tokenizer import Tokenizer
     from router.generation import ChoiceDelta, ClientRequest, Generation, Routed
-    from router.http_io import Headers, Send
-    from router.http_settings import HttpSettings
+    from router.http.io import Headers, Send
+    from router.http.settings import HttpSettings
     from router.protocol import GenerationBody
 
 OnGap = Callable[[float, int], None]  # seconds before the first of so many tokens; the rest: 0

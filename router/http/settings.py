@@ -15,7 +15,7 @@ from cluster.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from router.fields import UnknownFields
+    from router.http.fields import UnknownFields
 
 
 @dataclass(frozen=True, slots=True)

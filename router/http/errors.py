@@ -20,7 +20,7 @@ from cluster.errors import (
     SessionClosedError,
     WorkerLostError,
 )
-from router.responses import to_json
+from router.http.responses import to_json
 
 DEFAULT_RETRY_S = 1.0
 CLIENT_CLOSED = 499  # never sent: how a disconnect is counted

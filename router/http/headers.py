@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from router.fields import invalid
+from router.http.fields import invalid
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -14,13 +14,13 @@ from cluster.clock import monotonic_s
 from cluster.errors import ContextLengthError, ModelNotFoundError
 from cluster.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from cluster.types import ModelFacts, SamplingParams
-from router.fields import invalid
 from router.generation import ClientRequest
+from router.http.fields import invalid
 from router.protocol import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, GenerationBody
 
 if TYPE_CHECKING:
-    from router.fields import Prompt
-    from router.headers import Labels
+    from router.http.fields import Prompt
+    from router.http.headers import Labels
 
 GREEDY_BELOW = 1e-5  # temperatures below this would overflow the logits
 

@@ -1,0 +1,1 @@
+"""The commands behind `diptych`: what a person at a terminal touches."""

@@ -1,0 +1,1 @@
+"""HTTP: requests in, answers out; everything a client of the API touches."""
