@@ -19,7 +19,7 @@
 
 Class attributes tell the retry policy and the HTTP layer what they need: `retryable` says
 whether another attempt may succeed, `code` is the machine-readable name clients see. HTTP
-statuses are mapped in one place, `router/http_errors.py`; this module knows none.
+statuses are mapped in one place, `router/http/errors.py`; this module knows none.
 """
 
 from __future__ import annotations
