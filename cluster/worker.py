@@ -17,7 +17,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.errors import ContextLengthError, RequestError, SessionClosedError
 from cluster.kv.allocator import BlockLedger
@@ -42,7 +42,8 @@ from cluster.wire.session import Identity, Session, SessionOptions, SessionServe
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from cluster.model.meter import EngineMeter
+    from cluster.loop import EngineThread
+    from cluster.model.core import LoadingCore
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,9 @@ class JobEntry:
 class WorkerBase(ABC):
     """The Ray-free worker process object; subclasses add engine, links and messages."""
 
+    _core: LoadingCore  # what runs in the engine thread
+    _engine: EngineThread[Any, Any]
+
     def __init__(self, settings: WorkerSettings) -> None:
         """Build what needs no torch; `start` does the rest."""
         self.settings = settings
@@ -107,12 +111,14 @@ class WorkerBase(ABC):
         Raises:
             ModelError: the model cannot be served.
         """
-        layout = await self._open_engine()
+        await self._engine.start()
+        loaded = self._core.loaded
+        self.phases_s = dict(loaded.phases_s)
         identity = Identity(
             role=self.settings.role,
             peer=self.settings.worker,
             incarnation=self.incarnation,
-            layout={"fingerprint": self.settings.facts.fingerprint, **layout},
+            layout={"fingerprint": self.settings.facts.fingerprint, **loaded.layout.describe()},
         )
         self._open_links(identity)
         self._server = SessionServer(identity, self, self.settings.session, host=self.settings.host)
@@ -149,13 +155,15 @@ class WorkerBase(ABC):
             self._drop(key)
         if self._server is not None:
             await self._server.stop()
-        await self._close_engine()
+        await self._close_links()
+        self._core.cut_short()
+        await self._engine.stop()
 
     def healthy(self) -> str | None:
         """None while the worker works, else why it does not."""
         if self._failure is not None:
             return self._failure
-        age_s = self._step_age_s()
+        age_s = self._engine.step_age_s()
         if age_s > MAX_STEP_AGE_S:
             return f"engine step has been running for {age_s:.0f} s"
         return None
@@ -163,20 +171,12 @@ class WorkerBase(ABC):
     # ---- what subclasses provide ----------------------------------------------------------------
 
     @abstractmethod
-    async def _open_engine(self) -> dict[str, str]:
-        """Start the engine thread; returns the KV layout for HELLO."""
-
-    @abstractmethod
-    async def _close_engine(self) -> None:
-        """Stop links, then the engine thread."""
+    async def _close_links(self) -> None:
+        """End the handoff side of this role."""
 
     @abstractmethod
     def _open_links(self, identity: Identity) -> None:
         """Build the handoff side of this role."""
-
-    @abstractmethod
-    def _step_age_s(self) -> float:
-        """Age of the step now running."""
 
     @abstractmethod
     def _handle(self, session: Session, body: Message, call: int | None) -> None:
@@ -189,11 +189,6 @@ class WorkerBase(ABC):
     @abstractmethod
     def _load_figures(self) -> LoadFigures:
         """Queue lengths and transfers for the snapshot."""
-
-    @property
-    @abstractmethod
-    def _meter(self) -> EngineMeter:
-        """The engine's counters."""
 
     # ---- session handler ------------------------------------------------------------------------
 
@@ -315,7 +310,7 @@ class WorkerBase(ABC):
     def snapshot(self) -> WorkerSnapshot:
         """The worker as `status` shows it."""
         figures = self._load_figures()
-        meter = self._meter
+        meter = self._core.meter
         vitals = read_vitals()
         assert self.address is not None
         return WorkerSnapshot(

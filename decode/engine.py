@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from cluster.clock import monotonic_s
 from cluster.loop import Turn
-from cluster.model.meter import EngineMeter
+from cluster.model.core import LoadingCore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,23 +54,13 @@ class Nudge:
 DecodeCommand = Attach | AddLocal | CancelJob | Nudge
 
 
-class DecodeCore:
+class DecodeCore(LoadingCore):
     """EngineCore of a decode worker; lives in the engine thread."""
 
     def __init__(self, scheduler: DecodeScheduler, load: Callable[[], LoadedEngine]) -> None:
         """`load` is called in the engine thread, where all torch work belongs."""
+        super().__init__(load)
         self._scheduler = scheduler
-        self._load = load
-        self.loaded: LoadedEngine | None = None
-        self.meter = EngineMeter()
-
-    def open(self) -> None:
-        """Load the model and warm it up.
-
-        Raises:
-            ModelError: the model cannot be served.
-        """
-        self.loaded = self._load()
 
     def handle(self, command: DecodeCommand) -> None:
         """Apply a command between two steps."""
@@ -86,7 +76,6 @@ class DecodeCore:
 
     def step(self, now_s: float) -> Turn[TokenOut]:
         """Schedule and run one step, if there is one to run."""
-        assert self.loaded is not None
         batch = self._scheduler.schedule(now_s)
         if batch is None:
             return Turn((), None)

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from cluster.config import Config
     from cluster.errors import HandoffError
     from cluster.model.identity import ModelFolder
-    from cluster.model.meter import EngineMeter
     from cluster.model.runner import LoadedEngine
     from cluster.types import WorkerId
     from cluster.wire.session import Identity, Session
@@ -65,18 +64,9 @@ class DecodeService(WorkerBase):
 
     # ---- WorkerBase -----------------------------------------------------------------------------
 
-    async def _open_engine(self) -> dict[str, str]:
-        await self._engine.start()
-        loaded = self._core.loaded
-        assert loaded is not None
-        self.phases_s = dict(loaded.phases_s)
-        return loaded.layout.describe()
-
     def _open_links(self, identity: Identity) -> None:
-        loaded = self._core.loaded
-        assert loaded is not None
         self._receiver = Receiver(
-            loaded.pool,
+            self._core.loaded.pool,
             self.ledger,
             block_size=self.settings.facts.block_size,
             frame_bytes=self.settings.frame_bytes,
@@ -88,19 +78,9 @@ class DecodeService(WorkerBase):
             host=self.settings.host,
         )
 
-    async def _close_engine(self) -> None:
+    async def _close_links(self) -> None:
         if self._receiver is not None:
             await self._receiver.stop()
-        if self._core.loaded is not None:
-            self._core.loaded.runner.stop()
-        await self._engine.stop()
-
-    def _step_age_s(self) -> float:
-        return self._engine.step_age_s()
-
-    @property
-    def _meter(self) -> EngineMeter:
-        return self._core.meter
 
     @property
     def receiver(self) -> Receiver:

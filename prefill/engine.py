@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from cluster.clock import monotonic_s
 from cluster.loop import Turn
-from cluster.model.meter import EngineMeter
+from cluster.model.core import LoadingCore
 from prefill.scheduler import PrefillScheduler, Progress, PromptDone, Started
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ PrefillCommand = AddJob | CancelJob | Nudge
 PrefillEvent = Started | Progress | PromptDone
 
 
-class PrefillCore:
+class PrefillCore(LoadingCore):
     """EngineCore of a prefill worker; lives in the engine thread."""
 
     def __init__(
@@ -58,20 +58,10 @@ class PrefillCore:
         load: Callable[[], LoadedEngine],
     ) -> None:
         """`load` is called in the engine thread, where all torch work belongs."""
+        super().__init__(load)
         self._scheduler = scheduler
         self._ledger = ledger
-        self._load = load
         self._hand_off: set[AttemptKey] = set()
-        self.loaded: LoadedEngine | None = None
-        self.meter = EngineMeter()
-
-    def open(self) -> None:
-        """Load the model and warm it up.
-
-        Raises:
-            ModelError: the model cannot be served.
-        """
-        self.loaded = self._load()
 
     def handle(self, command: PrefillCommand) -> None:
         """Apply a command between two steps."""
@@ -88,7 +78,6 @@ class PrefillCore:
 
     def step(self, now_s: float) -> Turn[PrefillEvent]:
         """Schedule and run one step, if there is one to run."""
-        assert self.loaded is not None
         plan = self._scheduler.schedule(now_s)
         kept = [started for started in plan.started if started.key in self._hand_off]
         for started in kept:
