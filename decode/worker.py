@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cluster.collector import collector_paused
 from cluster.shell import WorkerShell
 from cluster.types import WorkerId
 
@@ -25,11 +26,12 @@ class DecodeWorker(WorkerShell):
         from ray import serve
         from ray._private import worker as process
 
-        from decode.service import build
+        with collector_paused():
+            from decode.service import build
 
-        rank = serve.get_replica_context().rank.rank
-        worker = build(config, folder, WorkerId(f"decode-{rank}"), secret)
-        await self._open(worker, grace_s=config.shutdown_grace_s, process=process)
+            rank = serve.get_replica_context().rank.rank
+            worker = build(config, folder, WorkerId(f"decode-{rank}"), secret)
+            await self._open(worker, grace_s=config.shutdown_grace_s, process=process)
 
     async def __del__(self) -> None:
         """Serve's last call before it ends the process."""
